@@ -1,0 +1,99 @@
+"""Live progress: a bar per run on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from afield.core.types import Receipt
+from afield.experiments.config import Config
+from afield.runtimes.simulator import Measurement, Stop
+
+REFRESH = 0.1  # seconds between redraws: drawing every receipt would cost more than the run
+LINES = 5  # plain lines per run
+
+
+class Progress:
+    """Shows the rows of runs as they come."""
+
+    def __init__(self, runs: Sequence[Config]) -> None:
+        self._live = sys.stdout.isatty()
+        self._bars = Bars(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            console=Console(),
+            disable=not self._live,
+        )
+        several = len({run.seed for run in runs}) > 1
+        self._names = {id(run): f"{run.label} {run.seed}" if several else run.label for run in runs}
+        width = max(len(name) for name in self._names.values())
+        self._names = {key: name.ljust(width) for key, name in self._names.items()}
+        self._tasks: dict[int, TaskID] = {
+            id(run): self._bars.add_task(self._names[id(run)], total=1.0, state="", start=False)
+            for run in runs
+        }
+        self._began = self._drawn = 0.0
+        self._current = -1
+        self._shown = 0
+        self._accuracy: float | None = None
+        self._staleness = 0.0
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def show(self, config: Config, row: Receipt | Measurement) -> None:
+        if self._current != id(config):
+            self._current, self._shown, self._staleness, self._accuracy = id(config), 0, 0.0, None
+            self._began = time.perf_counter()
+            self._bars.start_task(self._tasks[id(config)])
+        if isinstance(row, Measurement):
+            self._accuracy = row.values.get("accuracy", self._accuracy)
+            now, updates = row.time, row.updates
+        else:
+            self._staleness += 0.02 * (row.staleness - self._staleness)
+            now, updates = row.arrived, row.number
+        moment = time.perf_counter()
+        if moment - self._drawn < REFRESH and not isinstance(row, Measurement):
+            return
+        self._drawn = moment
+        share = _share(config.stop, now, updates, row.version)
+        rate = row.version / max(moment - self._began, 1e-6)
+        state = f"t {now:.1f}  version {row.version} ({rate:.0f}/s)  staleness {self._staleness:.1f}"
+        if self._accuracy is not None:
+            state += f"  accuracy {100 * self._accuracy:.1f} %"
+        self._bars.update(self._tasks[id(config)], completed=share, state=state)
+        if not self._live and share * LINES >= self._shown + 1:
+            self._shown = int(share * LINES)
+            print(f"{self._names[id(config)]}  {100 * share:3.0f} %  {state}", flush=True)
+
+    def done(self, config: Config, ended: str) -> None:
+        self._bars.update(self._tasks[id(config)], completed=1.0)
+        if ended not in ("time", "updates", "versions", "accuracy"):
+            self._bars.console.print(f"{config.label}: ended early, {ended}")
+
+
+def _share(stop: Stop, now: float, updates: int, version: int) -> float:
+    """How much of the run is done, by the bound that is nearest."""
+    shares = [0.0]
+    if stop.time is not None:
+        shares.append(now / stop.time)
+    if stop.updates is not None:
+        shares.append(updates / stop.updates)
+    if stop.versions is not None:
+        shares.append(version / stop.versions)
+    return min(1.0, max(shares))

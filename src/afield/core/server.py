@@ -1,0 +1,190 @@
+"""The only door to the state: checkout a task, submit its update, close a round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import InputError, within
+from afield.core.protocols import Distiller, Journal, Strategy
+from afield.core.statistics import Gathering
+from afield.core.types import Receipt, ServerState, Task, Update
+from afield.core.versions import Versions
+
+REFUSALS = {
+    "unknown-client": "no such client",
+    "never-leased": "no task of this number, client and version was handed out",
+    "closed": "its task was answered or cancelled before: nothing counts twice",
+    "wrong-length": "the model has another number of elements than the server's",
+    "wrong-type": "the model has another dtype than the server's",
+    "not-finite": "the model holds NaN or Inf",
+    "no-examples": "an update must come from at least one example",
+    "too-stale": "staler than max_staleness: start again from the newest version",
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    task: Task
+    base: Tensor
+    correction: Tensor | None
+
+
+class Server:
+    """Owns the state of one strategy. Not thread-safe: a runtime calls it from one thread.
+
+    `initial` is the whole flat vector; `parameters` says how many of its elements are parameters (the rest
+    are normalisation statistics). A refused update changes nothing, its lease included: the runtime decides
+    whether to `cancel` the task or to let the client try again.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        initial: Tensor,
+        clients: int,
+        *,
+        parameters: int | None = None,
+        seed: int = 0,
+        max_staleness: int | None = None,
+        distiller: Distiller | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        within("clients", clients, 1, math.inf)
+        if max_staleness is not None:
+            within("max_staleness", max_staleness, 0, math.inf)
+        self.strategy = strategy
+        self.clients = clients
+        self.size = initial.numel()
+        self.parameters = self.size if parameters is None or strategy.whole else parameters
+        self.max_staleness = max_staleness
+        self.distiller = distiller
+        self.journal = journal
+        self.refines = hasattr(strategy, "refine")
+        if self.refines and distiller is None:
+            raise InputError(
+                f"{type(strategy).__name__} distils: it needs unlabelled data (scenario.data.unlabelled)"
+            )
+        self.state: ServerState = strategy.init(initial[: self.parameters].clone(), clients)
+        self.state.seed = seed
+        if self.parameters < self.size:
+            self.state.statistics = initial[self.parameters :].clone()
+            mode = getattr(strategy, "gathers", "buffer")
+            self.state.gathering = Gathering.of(mode, self.state.statistics, clients)
+        self.versions = Versions()
+        self.leases: dict[int, Lease] = {}
+        self.counts: dict[int, int] = {}  # tasks handed out so far, per client
+        self.issued = 0
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    def model(self, out: Tensor | None = None) -> Tensor:
+        """A copy of the whole current vector."""
+        state = self.state
+        if out is None:
+            out = torch.empty(self.size, dtype=state.params.dtype, device=state.params.device)
+        out[: self.parameters] = state.params
+        if state.statistics is not None:
+            out[self.parameters :] = state.statistics
+        return out
+
+    def checkout(self, client: int, now: float, version: int | None = None) -> Task:
+        """Hand out a task: leases the newest version (or one still leased), and a correction if there is one."""
+        if not 0 <= client < self.clients:
+            raise InputError(f"client {client} is unknown: clients are 0 .. {self.clients - 1}")
+        chosen = self.version if version is None else version
+        base = self.versions.lease(chosen, self.version, self.model)
+        count = self.counts.get(client, 0)
+        task = Task(self.issued, client, count, chosen, now)
+        correction = None
+        if hasattr(self.strategy, "correction"):
+            correction = self.strategy.correction(self.state, client)
+        self.leases[task.number] = Lease(task, base, correction)
+        self.counts[client] = count + 1
+        self.issued += 1
+        return task
+
+    def base(self, task: Task) -> Tensor:
+        """The model a leased task starts from; borrowed, not to be written to."""
+        return self.leases[task.number].base
+
+    def correction(self, task: Task) -> Tensor | None:
+        return self.leases[task.number].correction
+
+    def submit(self, update: Update) -> Receipt:
+        """Guard, journal, fold, release."""
+        staleness = self.version - update.task.version
+        if reason := self._refusal(update, staleness):
+            return Receipt.of(update, staleness, 0.0, False, self.version, refused=reason)
+        if self.journal is not None:
+            self.journal.append(update)
+        lease = self.leases[update.task.number]
+        borrowed = replace(
+            update,
+            model=update.model[: self.parameters],
+            base=lease.base[: self.parameters] if self.strategy.uses_base else None,
+            statistics=update.model[self.parameters :] if self.parameters < self.size else None,
+            correction=lease.correction,
+        )
+        self.state.lapsed.clear()
+        receipt = self.strategy.receive(self.state, borrowed)
+        gathering = self.state.gathering
+        if gathering is not None and borrowed.statistics is not None:
+            gathering.lapse(self.state.lapsed)
+            gathering.add(update.task, borrowed.statistics)
+        if receipt.stepped:
+            self._step_statistics()
+        if self.refines:
+            refining: Any = self.strategy
+            refining.refine(self.state, borrowed, self.distiller)
+        self._release(update.task)
+        return receipt
+
+    def close_round(self) -> int:
+        """End a round or tick of a strategy that steps then; gives the new version."""
+        closing: Any = self.strategy
+        before = self.version
+        closing.close_round(self.state)
+        if self.version > before:
+            self._step_statistics()
+        return self.version
+
+    def cancel(self, task: Task) -> None:
+        """Take a task back: its update will never be used."""
+        self._release(task)
+
+    def _refusal(self, update: Update, staleness: int) -> str:
+        task = update.task
+        if not 0 <= task.client < self.clients:
+            return "unknown-client"
+        lease = self.leases.get(task.number)
+        if lease is None:
+            return "closed" if 0 <= task.number < self.issued else "never-leased"
+        if lease.task != task:
+            return "never-leased"
+        if update.model.shape != (self.size,):
+            return "wrong-length"
+        if update.model.dtype != self.state.params.dtype:
+            return "wrong-type"
+        if update.examples < 1:
+            return "no-examples"
+        if self.max_staleness is not None and staleness > self.max_staleness:
+            return "too-stale"
+        # one pass; NaN and Inf both surface in the extremes (isfinite().all() took 100 times as long)
+        low, high = torch.aminmax(update.model)
+        return "" if math.isfinite(float(low)) and math.isfinite(float(high)) else "not-finite"
+
+    def _step_statistics(self) -> None:
+        state = self.state
+        if state.gathering is not None and state.statistics is not None:
+            state.gathering.step(state.statistics)
+
+    def _release(self, task: Task) -> None:
+        del self.leases[task.number]
+        self.versions.release(task.version)

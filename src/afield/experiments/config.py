@@ -1,0 +1,266 @@
+"""The whole of one run as data: TOML keys are the fields of these classes, config.toml holds all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from afield.core.errors import InputError, closest, one_of, within
+from afield.core.protocols import Availability, Delay, Partition, Strategy
+from afield.experiments.codec import Table, assign, decode, dumps, encode, merge
+from afield.runtimes.simulator import Manners, Measuring, Stop
+from afield.scenarios.availability import AVAILABILITIES, Always
+from afield.scenarios.data import DATA, Dataset, Digits
+from afield.scenarios.delays import DELAYS, Speeds
+from afield.scenarios.partition import PARTITIONS, Dirichlet
+from afield.scenarios.schedulers import ROUNDS, SCHEDULERS, All, Cohort
+from afield.strategies import STRATEGIES, FedBuff
+from afield.strategies.staleness import STALENESS, Staleness
+from afield.training.local import Local
+from afield.training.models import MODELS, Mlp, Model
+
+FORMAT = 1
+OWN = ("name", "figure", "target", "seeds")  # keys of an experiment, beside those of its runs
+
+
+class Source(Protocol):
+    """Where data comes from."""
+
+    def load(self, seed: int) -> Dataset: ...
+
+
+class AnyScheduler(Protocol):
+    """A scheduler of scenarios/schedulers.py for updates used as they arrive."""
+
+    def concurrency(self, clients: int) -> int: ...
+
+
+class AnyRounds(Protocol):
+    """Who takes part in a synchronous round."""
+
+    def participation(self, clients: int) -> tuple[float, ...]: ...
+
+
+REGISTRIES: dict[Any, Mapping[str, type]] = {
+    Strategy: STRATEGIES,
+    Staleness: STALENESS,
+    Model: MODELS,
+    Source: DATA,
+    Partition: PARTITIONS,
+    Delay: DELAYS,
+    Availability: AVAILABILITIES,
+    AnyScheduler: SCHEDULERS,
+    AnyRounds: ROUNDS,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who has which data, how slow, when present."""
+
+    clients: int = 50
+    data: Source = Digits()
+    partition: Partition = Dirichlet()
+    delay: Delay = Speeds()
+    availability: Availability = Always()
+    scheduler: AnyScheduler = All()  # for strategies that use updates as they arrive
+    rounds: AnyRounds = Cohort()  # for strategies that work in rounds
+
+    def __post_init__(self) -> None:
+        within("clients", self.clients, 1, math.inf)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What moves tasks and updates, and on what. Threads and block are chosen by rule where left out."""
+
+    name: str = "simulator"
+    device: str = "cpu"
+    threads: int | None = None
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of("name", self.name, ("simulator",))
+        for name in ("threads", "block"):
+            if getattr(self, name) is not None:
+                within(name, getattr(self, name), 1, math.inf)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    format: int = FORMAT
+    label: str = ""
+    seed: int = 0
+    strategy: Strategy = FedBuff()
+    model: Model = Mlp()
+    local: Local = Local()
+    scenario: Scenario = Scenario()
+    server: Manners = Manners()
+    measure: Measuring = Measuring(versions=10)
+    stop: Stop = Stop(updates=1000)
+    runtime: Runtime = Runtime()
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise InputError(f"format = {self.format} is not {FORMAT}, the one this version of afield reads")
+        within("seed", self.seed, 0, 2**63)
+
+    def table(self) -> Table:
+        return encode(self, _registries(_own_name(self.strategy)))
+
+    def toml(self) -> str:
+        return dumps(self.table())
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Several runs that belong together: variants times seeds of one table, and the picture they make."""
+
+    name: str = "experiment"
+    figure: str = "accuracy"
+    target: float | None = None
+    seeds: tuple[int, ...] = (0,)
+    runs: tuple[Config, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        one_of("figure", self.figure, ("accuracy", "trajectories"))
+        if self.target is not None:
+            within("target", self.target, 0, 1, above=True)
+        if not self.seeds:
+            raise InputError("seeds is empty: give at least one, such as seeds = [0]")
+
+
+def read(path: Path) -> Table:
+    """A TOML file as a table."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = presets()
+        raise InputError(f"{path} is neither a file nor a preset{closest(str(path), names)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+
+
+def presets() -> dict[str, Path]:
+    """The experiments that come with afield, by name."""
+    folder = Path(str(resources.files("afield.experiments") / "presets"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def experiment(
+    table: Mapping[str, Any],
+    *,
+    strategy: str | None = None,
+    seed: int | None = None,
+    settings: Sequence[str] = (),
+) -> Experiment:
+    """The runs that a table describes: every variant with every seed.
+
+    `strategy` takes the place of all variants, `settings` (KEY=VALUE) are applied last, to every run.
+    """
+    shared = dict(table)
+    own: Table = {key: shared.pop(key) for key in OWN if key in shared}
+    for setting in settings:
+        if setting.partition("=")[0].strip() in OWN:
+            own = assign(own, setting)
+    variants = shared.pop("variants", [{}])
+    if not isinstance(variants, list) or not all(isinstance(variant, Mapping) for variant in variants):
+        raise InputError("variants is not an array of tables: write [[variants]] before each")
+    shared = merge(_named_defaults(), shared)
+    if strategy is not None:
+        kept = [v for v in variants if _name_of(merge(shared, v)) == strategy][:1] or [{}]
+        variants = [merge(kept[0], {"strategy": {"name": strategy}})]
+    if seed is not None:
+        own["seeds"] = [seed]
+    elif "seed" in shared:
+        own.setdefault("seeds", [shared["seed"]])
+    group = decode(Experiment, own, REGISTRIES)
+    runs = []
+    for variant in variants:
+        merged = merge(shared, variant)
+        for setting in settings:
+            if setting.partition("=")[0].strip() not in OWN:
+                merged = assign(merged, setting)
+        merged.setdefault("label", _name_of(merged))
+        runs += [config({**merged, "seed": number}) for number in group.seeds]
+    _check_labels(runs)
+    return Experiment(group.name, group.figure, group.target, group.seeds, tuple(runs))
+
+
+def config(table: Mapping[str, Any]) -> Config:
+    """One run from its table."""
+    return decode(Config, table, _registries(_name_of(table)))
+
+
+def _check_labels(runs: Sequence[Config]) -> None:
+    seen = [(run.label, run.seed) for run in runs]
+    for label, seed in seen:
+        if seen.count((label, seed)) > 1:
+            raise InputError(
+                f"two runs are labelled {label!r} with seed {seed}: give each variant its own label"
+            )
+
+
+def _named_defaults() -> Table:
+    """The default choices, so that a table or --set may give a parameter without repeating the name."""
+    defaults = Config().table()
+    return {key: defaults[key] for key in ("strategy", "model", "scenario")}
+
+
+def _name_of(table: Mapping[str, Any]) -> str:
+    given = table.get("strategy", {})
+    return str(given.get("name", "") if isinstance(given, Mapping) else given)
+
+
+def _own_name(strategy: Strategy) -> str:
+    return str(getattr(type(strategy), "_file", ""))
+
+
+def _registries(name: str) -> dict[Any, Mapping[str, type]]:
+    """The registries, with a user's own strategy under its FILE.py:CLASS where that is what `name` says."""
+    if ".py:" not in name:
+        return REGISTRIES
+    return {**REGISTRIES, Strategy: {**STRATEGIES, name: load_class(name)}}
+
+
+_LOADED: dict[str, type] = {}
+
+
+def load_class(name: str) -> type:
+    """A class from a file of the user's: FILE.py:CLASS. This runs the file: only name files that you trust."""
+    if name in _LOADED:
+        return _LOADED[name]
+    path, _, attribute = name.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"strategy file {path} is not there: give FILE.py:CLASS")
+    spec = importlib.util.spec_from_file_location(f"afield_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        names = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise InputError(f"{path} has no class {attribute!r}{closest(attribute, names)}")
+    for needed in ("init", "receive", "uses_base", "whole", "__dataclass_fields__"):
+        if not hasattr(found, needed):
+            what = "is not a dataclass" if needed.startswith("__") else f"has no {needed!r}"
+            raise InputError(
+                f"{name} {what}: a strategy is a frozen dataclass with uses_base, whole, init, receive"
+            )
+    setattr(found, "_file", name)  # noqa: B010  (so that config.toml can name it again)
+    _LOADED[name] = found
+    return found

@@ -1,0 +1,99 @@
+"""A run folder: all that `report`, `compare` and `resume` need. Written as the run goes, never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from afield.core.errors import InputError
+from afield.core.types import Receipt
+
+ROWS = 50_000  # receipts per file
+_KINDS = {"int": "int64", "float": "float64", "bool": "bool_", "str": "string"}
+
+
+class RunFolder:
+    """Opens a new folder and writes receipts, metrics and the model into it."""
+
+    def __init__(self, path: Path, config: str) -> None:
+        self.path = path
+        new_folder(path)
+        (path / "receipts").mkdir()
+        (path / "config.toml").write_text(config, encoding="utf-8")
+        (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
+        self._rows: list[Receipt] = []
+        self._files = 0
+
+    def receipt(self, receipt: Receipt) -> None:
+        self._rows.append(receipt)
+        if len(self._rows) == ROWS:
+            self._flush()
+
+    def metric(self, row: Mapping[str, Any]) -> None:
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()  # `compare` and a curious user may read along
+
+    def close(self, module: nn.Module | None) -> None:
+        """Finish: the model is written last, so its presence says that the run is complete."""
+        self._flush()
+        self._metrics.close()
+        if module is not None:
+            from safetensors.torch import save_file
+
+            state = {name: value.contiguous() for name, value in module.state_dict().items()}
+            save_file(state, str(self.path / "model.safetensors"))
+
+    def _flush(self) -> None:
+        if not self._rows and self._files:
+            return
+        import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
+        from pyarrow import parquet
+
+        columns = {}
+        for column in fields(Receipt):
+            kind = getattr(pa, _KINDS[str(column.type)])()
+            columns[column.name] = pa.array([getattr(row, column.name) for row in self._rows], kind)
+        parquet.write_table(pa.table(columns), self.path / "receipts" / f"{self._files:05d}.parquet")
+        self._files += 1
+        self._rows.clear()
+
+
+def new_folder(path: Path) -> None:
+    """Make a folder that must not be there yet (an empty one is fine)."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is never overwritten: choose another --out, or remove it")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be made: {error.strerror}") from error
+
+
+def environment() -> dict[str, Any]:
+    """What a run ran on."""
+    names = ("afield", "torch", "numpy", "scikit-learn", "pyarrow", "safetensors")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {name: package_version(name) for name in names},
+        "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,158 @@
+"""Run folders, read back. Nothing here needs the code that made them: a folder is all there is to know."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+DEPTH = 2  # how far below a given folder run folders are looked for: sweep/label/seed
+
+# The columns of receipts/*.parquet, spelled out because reports do not import the core.
+RECEIPTS = pa.schema(
+    [
+        ("number", pa.int64()),
+        ("client", pa.int64()),
+        ("base", pa.int64()),
+        ("started", pa.float64()),
+        ("arrived", pa.float64()),
+        ("examples", pa.int64()),
+        ("bytes", pa.int64()),
+        ("staleness", pa.int64()),
+        ("weight", pa.float64()),
+        ("stepped", pa.bool_()),
+        ("version", pa.int64()),
+        ("hold", pa.bool_()),
+        ("refused", pa.string()),
+    ]
+)
+_POSITIONS = ("time", "wall", "version", "updates")  # where an evaluation stands; every row has them
+
+
+class LoadError(ValueError):
+    """What is on disk is no run, or a broken one. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its folder tells it."""
+
+    folder: Path
+    label: str
+    seed: int
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]  # one row per evaluation, in order
+    finished: bool  # its final model was written
+
+    @cached_property
+    def receipts(self) -> pa.Table:
+        """The whole log, one row per update. Read when first asked for: it may be millions of rows."""
+        return self.columns(RECEIPTS.names)
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """Some columns of the log, without reading the others."""
+        files = sorted((self.folder / "receipts").glob("*.parquet"))
+        if files:
+            parts = [_read_part(file, names) for file in files]
+            return pa.concat_tables(parts, promote_options="permissive")
+        if self.finished:
+            raise LoadError(f"{self.folder / 'receipts'} has no *.parquet file")
+        # Receipts are written in parts, so a young run has none yet.
+        return RECEIPTS.empty_table().select(list(names))
+
+    def series(self, key: str) -> list[dict[str, Any]]:
+        """The evaluations that have a number at `key`."""
+        return [row for row in self.metrics if isinstance(row.get(key), int | float)]
+
+
+def load(folder: str | Path) -> Run:
+    """The run in `folder`. A run that was stopped, or still goes on, loads with `finished=False`."""
+    folder = Path(folder)
+    config = _read_config(folder / "config.toml")
+    finished = (folder / "model.safetensors").is_file()
+    metrics = list(_read_metrics(folder / "metrics.jsonl", finished))
+    return Run(folder, config["label"], config["seed"], config, metrics, finished)
+
+
+def find(paths: Iterable[str | Path]) -> list[Run]:
+    """Every run at or below the paths, each once; a path without any is an error."""
+    folders: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise LoadError(f"{path} is not a folder")
+        found = list(_run_folders(path, DEPTH))
+        if not found:
+            raise LoadError(f"{path} holds no run: no config.toml in it, nor up to {DEPTH} folders below")
+        for folder in found:
+            folders.setdefault(folder.resolve(), folder)
+    return [load(folder) for folder in folders.values()]
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "config.toml").is_file():
+        yield folder
+    elif depth:
+        for child in sorted(filter(Path.is_dir, folder.iterdir()), key=_natural):
+            yield from _run_folders(child, depth - 1)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sorts seed-2 before seed-10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{file} is missing: {file.parent} is no run folder") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LoadError(f"{file} cannot be read: {error}") from error
+    for key, kind, what in (("label", str, "a string"), ("seed", int, "a whole number")):
+        if not isinstance(config.get(key), kind):
+            raise LoadError(f"{file} has no {key!r} that is {what}")
+    return config
+
+
+def _read_metrics(file: Path, finished: bool) -> Iterator[dict[str, Any]]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            lines = opened.readlines()
+    except FileNotFoundError:
+        if finished:
+            raise LoadError(f"{file} is missing") from None
+        return  # stopped before its first evaluation
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if not finished and number == len(lines) and not line.endswith("\n"):
+                return  # the writer was stopped in the middle of this line
+            raise LoadError(f"{file}, line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise LoadError(f"{file}, line {number} is not a JSON object")
+        for key in _POSITIONS:
+            if not isinstance(row.get(key), int | float):
+                raise LoadError(f"{file}, line {number} has no number {key!r}")
+        yield row
+
+
+def _read_part(file: Path, names: Sequence[str]) -> pa.Table:
+    try:
+        with pq.ParquetFile(file) as part:
+            missing = [name for name in names if name not in part.schema_arrow.names]
+            if missing:
+                raise LoadError(f"{file} has no column {missing[0]!r}")
+            return part.read(columns=list(names)).select(list(names))
+    except (OSError, pa.ArrowException) as error:
+        raise LoadError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,211 @@
+"""A whole simulation from Python: strategy, module, clients' data, delays, and a result."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import data as torch_data
+
+from afield.core.errors import InputError, closest
+from afield.core.flat import Layout
+from afield.core.protocols import Availability, Data, Delay, Evaluator, Scheduler, Strategy
+from afield.core.server import Server
+from afield.core.types import Receipt, Scene
+from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
+from afield.runtimes.rounds import RoundFlow
+from afield.runtimes.simulator import Flow, Manners, Measurement, Measuring, Simulator, Stop
+from afield.scenarios.availability import Always
+from afield.scenarios.data import ListedData, client_data, pooled
+from afield.scenarios.delays import Constant
+from afield.scenarios.schedulers import All, Bernoulli, Cohort, SampledStaleness, Ticks
+from afield.strategies import STRATEGIES
+from afield.training.distill import Distil
+from afield.training.evaluate import Evaluate
+from afield.training.local import Local, LoopTrainer
+
+WIDEST = 256  # tasks trained in one call
+ROOM = (
+    2**31
+)  # bytes that results not yet arrived may take; a constant, so that blocks never depend on the machine
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a simulation gives: the event log, the measurements, the trained module."""
+
+    receipts: list[Receipt]
+    metrics: list[dict[str, Any]]
+    model: nn.Module
+    ended: str
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last measured test accuracy."""
+        return self.metrics[-1].get("accuracy") if self.metrics else None
+
+
+def block_limit(size: int, itemsize: int = 4) -> int:
+    """How many tasks may be trained ahead, by the size of the model."""
+    return max(1, min(WIDEST, ROOM // (size * itemsize)))
+
+
+def assemble(
+    strategy: Strategy,
+    module: nn.Module,
+    data: Data,
+    *,
+    stop: Stop,
+    evaluator: Evaluator | None = None,
+    unlabelled: Tensor | None = None,
+    delay: Delay = Constant(),
+    availability: Availability = Always(),
+    scheduler: Scheduler | SampledStaleness | Ticks = All(),
+    rounds: Bernoulli | Cohort = Cohort(),
+    local: Local = Local(),
+    loss: str = "cross-entropy",
+    measuring: Measuring = Measuring(),
+    manners: Manners = Manners(),
+    seed: int = 0,
+    block: int | None = None,
+    device: str = "cpu",
+) -> Simulator:
+    """A simulator ready to run. Wiring only: every rule lives in the part that it belongs to."""
+    if getattr(strategy, "pooled", False):
+        data, scheduler = pooled(data), All()
+    sizes = list(data.sizes)
+    for client, size in enumerate(sizes):
+        if size == 0:
+            raise InputError(f"client {client} has no examples: give it some, or leave it out")
+    scene = Scene(seed, sizes, [local.work(client, size) for client, size in enumerate(sizes)])
+    flow, strategy = _flow(strategy, scheduler, rounds, scene)
+    layout = Layout.of(module)
+    server = Server(
+        strategy,
+        layout.flatten(module).to(device),
+        len(sizes),
+        parameters=layout.parameters,
+        seed=seed,
+        max_staleness=manners.max_staleness,
+        distiller=None if unlabelled is None else Distil(module, unlabelled, device),
+    )
+    return Simulator(
+        server,
+        LoopTrainer(module, data, local, seed, loss, device),
+        flow,
+        scene,
+        delay=_whole(delay.bind(scene)) if isinstance(flow, TickFlow) else delay.bind(scene),
+        presence=availability.bind(scene),
+        stop=stop,
+        evaluator=evaluator,
+        measuring=measuring,
+        manners=manners,
+        block=block or block_limit(layout.size),
+    )
+
+
+def simulate(
+    strategy: Strategy | str,
+    model: nn.Module,
+    data: Sequence[torch_data.Dataset[Any]] | Data,
+    *,
+    test: torch_data.Dataset[Any] | tuple[Tensor, Tensor] | None = None,
+    updates: int | None = None,
+    versions: int | None = None,
+    time: float | None = None,
+    accuracy: float | None = None,
+    measure_versions: int | None = None,
+    measure_time: float | None = None,
+    max_staleness: int | None = None,
+    stale: str = "drop",
+    reply: str = "after",
+    offline: str = "pause",
+    loss: str = "cross-entropy",
+    device: str = "cpu",
+    **parts: Any,
+) -> Result:
+    """Simulate a federation: any module, one data set per client.
+
+    Ends at the first of `updates`, `versions`, `time` (virtual) or test `accuracy`. `parts` are the rest of the
+    scenario, as for `assemble`: delay, availability, scheduler, rounds, local, unlabelled, seed, block. The module
+    given is left as it is; the result holds a trained copy.
+    """
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise InputError(f"strategy {strategy!r} is not known{closest(strategy, STRATEGIES)}")
+        strategy = cast(Strategy, STRATEGIES[strategy]())
+    clients = data if hasattr(data, "batch") else client_data(data)
+    simulator = assemble(
+        strategy,
+        model,
+        cast(Data, clients),
+        stop=Stop(updates=updates, versions=versions, time=time, accuracy=accuracy),
+        evaluator=None if test is None else _evaluator(model, test, loss, device),
+        measuring=Measuring(versions=measure_versions, time=measure_time),
+        manners=Manners(max_staleness=max_staleness, stale=stale, reply=reply, offline=offline),
+        loss=loss,
+        device=device,
+        **parts,
+    )
+    receipts: list[Receipt] = []
+    metrics: list[dict[str, Any]] = []
+    for row in simulator.rows():
+        if isinstance(row, Measurement):
+            metrics.append(row.row())
+        else:
+            receipts.append(row)
+    trained = copy.deepcopy(model)
+    Layout.of(trained).load(simulator.server.model().cpu(), trained)
+    return Result(receipts, metrics, trained, simulator.ended)
+
+
+def _flow(
+    strategy: Strategy,
+    scheduler: Scheduler | SampledStaleness | Ticks,
+    rounds: Bernoulli | Cohort,
+    scene: Scene,
+) -> tuple[Flow, Strategy]:
+    """How this strategy's clients start, and the strategy with what its config left open filled in."""
+    pace = getattr(strategy, "pace", "arrival")
+    name = type(strategy).__name__
+    plan: Any = rounds if pace == "round" else scheduler
+    if (pace == "tick") != isinstance(plan, Ticks):
+        remedy = (
+            "use the scheduler 'ticks'" if pace == "tick" else "set per = 'tick', or use another scheduler"
+        )
+        raise InputError(f"{name} steps once per {pace}, the scheduler is {type(plan).__name__}: {remedy}")
+    if isinstance(plan, All) and (size := getattr(strategy, "size", 0)) > scene.clients:
+        raise InputError(
+            f"size = {size} is above the {scene.clients} clients: such a buffer is refused, lower it"
+        )
+    if hasattr(strategy, "fitted"):
+        participation = rounds.participation(scene.clients) if pace == "round" else None
+        strategy = strategy.fitted(plan.concurrency(scene.clients), participation)
+    if pace == "round":
+        return RoundFlow(rounds), strategy
+    if isinstance(scheduler, SampledStaleness):
+        return SampledFlow(scheduler), strategy
+    bound = scheduler.bind(scene)
+    return (TickFlow(bound) if pace == "tick" else FreeFlow(bound)), strategy
+
+
+def _whole(delay: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """Delays in whole server iterations, one at the least."""
+    return lambda client, count: float(max(1, math.ceil(delay(client, count))))
+
+
+def _evaluator(
+    model: nn.Module, test: torch_data.Dataset[Any] | tuple[Tensor, Tensor], loss: str, device: str
+) -> Evaluate:
+    if isinstance(test, tuple):
+        inputs, targets = test
+    else:
+        listed = ListedData([test])
+        inputs, targets = listed.batch(0, torch.arange(listed.sizes[0]))
+    classes = int(targets.max()) + 1 if loss == "cross-entropy" else 1
+    return Evaluate(model, inputs, targets, classes, loss, device=device)

@@ -1,0 +1,199 @@
+"""ACE and ACED: all-client engagement."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import one_of, within
+from afield.core.table import PRECISIONS, ClientTable
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class ACEState(ServerState):
+    total: Tensor  # sum over clients of their newest delta as stored (float64: never drifts, never rebuilt)
+    table: ClientTable | None  # None where clients hold their own
+    heard: Tensor
+    waiting: int  # clients not yet heard
+
+
+@dataclass(frozen=True)
+class ACE:
+    """Steps at every arrival by the mean of the newest delta of all clients.
+
+    ACE, algorithm 1 in its incremental form: u_i <- delta; w <- w + lr mean_i u_i. `warmup = "wait"`: no step
+    until all N were heard once (the paper's initialisation); "zeros": unheard clients count as 0. `held =
+    "client"` is algorithm a.5: the client keeps its previous delta and sends the difference, the server keeps
+    O(P). `per = "tick"`: one step per tick, after all its arrivals.
+    """
+
+    lr: float = 1.0
+    warmup: str = "wait"
+    per: str = "arrival"
+    held: str = "server"
+    precision: str = "float32"
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    gathers: ClassVar[str] = "newest"
+
+    def __post_init__(self) -> None:
+        within("lr", self.lr, 0, math.inf, above=True)
+        one_of("warmup", self.warmup, ("wait", "zeros"))
+        one_of("per", self.per, ("arrival", "tick"))
+        one_of("held", self.held, ("server", "client"))
+        one_of("precision", self.precision, PRECISIONS)
+
+    @property
+    def pace(self) -> str:
+        return self.per
+
+    @property
+    def client_held(self) -> bool:
+        return self.held == "client"
+
+    def init(self, params: Tensor, clients: int) -> ACEState:
+        return ACEState(
+            params=params,
+            total=torch.zeros_like(params, dtype=torch.float64),
+            table=None if self.client_held else ClientTable.like(params, clients, self.precision),
+            heard=torch.zeros(clients, dtype=torch.bool),
+            waiting=clients,
+        )
+
+    def receive(self, state: ACEState, update: Update) -> Receipt:
+        assert update.base is not None
+        staleness = state.version - update.task.version
+        if state.table is None:
+            state.total.add_(update.model).sub_(update.base)
+        else:
+            for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
+                state.total[part].add_(new).sub_(old)
+        state.waiting -= not state.heard[update.task.client]
+        state.heard[update.task.client] = True
+        ready = self._ready(state)
+        if stepped := ready and self.per == "arrival":
+            self._step(state)
+        return Receipt.of(
+            update, staleness, self.lr / len(state.heard), stepped, state.version, hold=not ready
+        )
+
+    def close_round(self, state: ACEState) -> None:
+        """The end of a tick: a step even if nobody arrived, as long as everyone was heard."""
+        if self._ready(state):
+            self._step(state)
+
+    def _ready(self, state: ACEState) -> bool:
+        return state.waiting == 0 or self.warmup == "zeros"
+
+    def _step(self, state: ACEState) -> None:
+        state.params.add_(state.total, alpha=self.lr / len(state.heard))
+        state.version += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class ACEDState(ServerState):
+    total: Tensor  # sum of the newest deltas of the active clients (float64)
+    first: Tensor  # the part of it from clients not heard again since the warm-up: they expire all at once
+    table: ClientTable
+    stamps: Tensor  # 0: never heard
+    count: int = 0  # of active clients
+    cohort: int = 0  # of those not heard again since the warm-up
+    recent: deque[int] = field(default_factory=deque)  # who arrived with stamp 2, 3, ..., not yet expired
+    oldest: int = 2  # the stamp of recent[0]
+
+
+@dataclass(frozen=True)
+class ACED:
+    """ACE over the clients heard within the last `max_delay` versions.
+
+    ACE, algorithm a.1. After ACE's warm-up, only clients with version - stamp_i <= max_delay count; stamp_i
+    is 1 at first and the new version after each of its arrivals, so a client that was out counts again from
+    the step after its arrival. With nobody active the version rises and w stays. One client expires per
+    version at the most (a queue), except those never heard again after the warm-up: one vector holds their
+    sum.
+    """
+
+    lr: float = 1.0
+    max_delay: float = 10
+    precision: str = "float32"
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    gathers: ClassVar[str] = "newest"
+
+    def __post_init__(self) -> None:
+        within("lr", self.lr, 0, math.inf, above=True)
+        within("max_delay", self.max_delay, 0, math.inf)
+        one_of("precision", self.precision, PRECISIONS)
+
+    def init(self, params: Tensor, clients: int) -> ACEDState:
+        return ACEDState(
+            params=params,
+            total=torch.zeros_like(params, dtype=torch.float64),
+            first=torch.zeros_like(params, dtype=torch.float64),
+            table=ClientTable.like(params, clients, self.precision),
+            stamps=torch.zeros(clients, dtype=torch.int64),
+        )
+
+    def receive(self, state: ACEDState, update: Update) -> Receipt:
+        if state.version == 0:
+            return self._warm_up(state, update)
+        self._expire(state)
+        client = update.task.client
+        staleness = state.version - update.task.version
+        stamp = int(state.stamps[client])
+        active, first = state.version - stamp <= self.max_delay, stamp == 1
+        scale = self.lr / state.count if state.count else 0.0
+        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
+            total = state.total[part]
+            if active:
+                total.add_(new).sub_(old)
+                if first:
+                    state.first[part].sub_(old)
+            state.params[part].add_(total, alpha=scale)
+            if not active:
+                total.add_(new)
+        state.count += not active
+        state.cohort -= active and first
+        state.version += 1
+        state.stamps[client] = state.version
+        state.recent.append(client)
+        return Receipt.of(update, staleness, scale, True, state.version)
+
+    def _warm_up(self, state: ACEDState, update: Update) -> Receipt:
+        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
+            state.total[part].add_(new).sub_(old)
+        state.count += int(state.stamps[update.task.client]) == 0
+        state.stamps[update.task.client] = 1
+        if stepped := state.count == len(state.table):
+            state.params.add_(state.total, alpha=self.lr / state.count)
+            state.first.copy_(state.total)
+            state.cohort = state.count
+            state.version = 1
+        weight = self.lr / len(state.table)
+        return Receipt.of(update, 0, weight, stepped, state.version, hold=not stepped)
+
+    def _expire(self, state: ACEDState) -> None:
+        """Take out whoever passed the bound at this version."""
+        if math.isinf(self.max_delay):
+            state.recent.clear()
+            return
+        last = state.version - math.floor(self.max_delay) - 1  # the newest stamp that is too old
+        if last == 1 and state.cohort:
+            if state.gathering is not None:  # N integers once in a run; N rows never
+                state.lapsed.extend((state.stamps == 1).nonzero().flatten().tolist())
+            state.total.sub_(state.first)
+            state.count -= state.cohort
+            state.cohort = 0
+        while state.recent and state.oldest <= last:
+            client = state.recent.popleft()
+            if int(state.stamps[client]) == state.oldest:
+                state.total.sub_(state.table.row(client, torch.float64))
+                state.count -= 1
+                state.lapsed.append(client)
+            state.oldest += 1

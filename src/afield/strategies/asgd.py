@@ -1,0 +1,110 @@
+"""Asynchronous SGD, plain and delay-adaptive (Koloskova et al. 2022; Mishchenko et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import InputError, one_of, within
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class TickState(ServerState):
+    total: Tensor  # sum of the tick's deltas
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class ASGD:
+    """Applies each delta as it arrives.
+
+    w <- w + lr delta; with `per = "tick"` one step per tick by the mean delta of its arrivals (an empty tick
+    moves nothing, the version rises).
+    """
+
+    lr: float = 1.0
+    per: str = "arrival"
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    gathers: ClassVar[str] = "running"
+
+    def __post_init__(self) -> None:
+        within("lr", self.lr, 0, math.inf, above=True)
+        one_of("per", self.per, ("arrival", "tick"))
+
+    @property
+    def pace(self) -> str:
+        return self.per
+
+    def init(self, params: Tensor, clients: int) -> TickState:
+        return TickState(params=params, total=torch.zeros_like(params if self.per == "tick" else params[:0]))
+
+    def receive(self, state: TickState, update: Update) -> Receipt:
+        assert update.base is not None
+        staleness = state.version - update.task.version
+        if self.per == "tick":
+            state.total.add_(update.model).sub_(update.base)
+            state.held += 1
+            return Receipt.of(update, staleness, self.lr, False, state.version)
+        state.params.add_(update.model, alpha=self.lr).sub_(update.base, alpha=self.lr)
+        state.version += 1
+        return Receipt.of(update, staleness, self.lr, True, state.version)
+
+    def close_round(self, state: TickState) -> None:
+        if state.held:
+            state.params.add_(state.total, alpha=self.lr / state.held)
+            state.total.zero_()
+            state.held = 0
+        state.version += 1
+
+
+@dataclass(frozen=True)
+class DelayAdaptiveASGD:
+    """Asynchronous SGD whose steps shrink once an update is staler than the threshold.
+
+    Koloskova et al. 2022, eq. 11: factor 1 up to the threshold (their tau_C, the concurrency: filled in from
+    the scheduler where left out); above it `scale`: threshold / staleness (as in the code of Mishchenko et al.
+    and of ACE; may exceed the bound of ACE's algorithm a.4, line 9), `inverse`: 1 / staleness, `drop`: 0.
+    """
+
+    lr: float = 1.0
+    threshold: float | None = None
+    rule: str = "scale"
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    gathers: ClassVar[str] = "running"
+
+    def __post_init__(self) -> None:
+        within("lr", self.lr, 0, math.inf, above=True)
+        one_of("rule", self.rule, ("scale", "inverse", "drop"))
+        if self.threshold is not None:
+            within("threshold", self.threshold, 0, math.inf, above=True)
+
+    def fitted(self, concurrency: int, participation: Sequence[float] | None) -> DelayAdaptiveASGD:
+        return self if self.threshold is not None else replace(self, threshold=float(concurrency))
+
+    def init(self, params: Tensor, clients: int) -> ServerState:
+        if self.threshold is None:
+            raise InputError(
+                "threshold is not set: give one (the number of clients that train at a time is usual)"
+            )
+        return ServerState(params=params)
+
+    def receive(self, state: ServerState, update: Update) -> Receipt:
+        assert update.base is not None
+        staleness = state.version - update.task.version
+        weight = self.lr * self.factor(staleness)
+        state.params.add_(update.model, alpha=weight).sub_(update.base, alpha=weight)
+        state.version += 1
+        return Receipt.of(update, staleness, weight, True, state.version)
+
+    def factor(self, staleness: int) -> float:
+        if self.threshold is None or staleness <= self.threshold:
+            return 1.0
+        return {"scale": self.threshold / staleness, "inverse": 1.0 / staleness, "drop": 0.0}[self.rule]

@@ -1,0 +1,85 @@
+"""FADAS (Wang et al., ICML 2024)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import within
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class FADASState(ServerState):
+    total: Tensor
+    first: Tensor
+    second: Tensor
+    largest: Tensor
+    held: int = 0
+    stalest: int = 0
+
+
+@dataclass(frozen=True)
+class FADAS:
+    """AMSGrad on the mean of a buffer; smaller steps for stale buffers.
+
+    Wang et al. 2024. m <- b1 m + (1-b1) d, v <- b2 v + (1-b2) d^2, v^ <- max(v^, v), w <- w + lr m / (sqrt(v^) + eps)
+    with the bias correction of their code (the paper has none: `bias_correction = false`). Above
+    `delay_threshold` the rate is lr / (largest staleness in the buffer), as in their code; the paper's
+    min(lr, 1 / staleness) never bites at their rates.
+    """
+
+    size: int = 5
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    delay_threshold: int | None = None
+    bias_correction: bool = True
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        within("size", self.size, 1, math.inf)
+        within("lr", self.lr, 0, math.inf, above=True)
+        within("beta1", self.beta1, 0, 1, below=True)
+        within("beta2", self.beta2, 0, 1, below=True)
+        within("eps", self.eps, 0, math.inf, above=True)
+        if self.delay_threshold is not None:
+            within("delay_threshold", self.delay_threshold, 0, math.inf)
+
+    def init(self, params: Tensor, clients: int) -> FADASState:
+        total, first, second, largest = (torch.zeros_like(params) for _ in range(4))
+        return FADASState(params=params, total=total, first=first, second=second, largest=largest)
+
+    def receive(self, state: FADASState, update: Update) -> Receipt:
+        assert update.base is not None
+        staleness = state.version - update.task.version
+        state.total.add_(update.model).sub_(update.base)
+        state.held += 1
+        state.stalest = max(state.stalest, staleness)
+        if stepped := state.held == self.size:
+            self._step(state)
+        return Receipt.of(update, staleness, 1.0, stepped, state.version)
+
+    def _step(self, state: FADASState) -> None:
+        delta = state.total.div_(self.size)
+        state.first.lerp_(delta, 1.0 - self.beta1)
+        state.second.mul_(self.beta2).addcmul_(delta, delta, value=1.0 - self.beta2)
+        torch.maximum(state.largest, state.second, out=state.largest)
+        rate = self.lr
+        if self.delay_threshold is not None and state.stalest > self.delay_threshold:
+            rate /= state.stalest
+        scale = state.largest.sqrt()
+        if self.bias_correction:
+            step = state.version + 1
+            rate /= 1.0 - self.beta1**step
+            scale.div_(math.sqrt(1.0 - self.beta2**step))
+        state.params.addcdiv_(state.first, scale.add_(self.eps), value=rate)
+        state.total.zero_()
+        state.held = state.stalest = 0
+        state.version += 1

@@ -1,0 +1,94 @@
+"""FedEcho: uncertainty-aware distillation of stragglers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import InputError, within
+from afield.core.keys import Stream, mix
+from afield.core.protocols import Distiller
+from afield.core.table import ClientTable
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class FedEchoState(ServerState):
+    total: Tensor
+    clients: int
+    held: int = 0
+    logits: ClientTable | None = None  # every client's newest logits, made at the first update
+    teacher: Tensor | None = None  # their running sum (float64)
+    shape: tuple[int, int] = (0, 0)
+    heard: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)  # Adam's moments, where they are kept
+
+
+@dataclass(frozen=True)
+class FedEcho:
+    """FedBuff, then distillation from the mean of every client's newest predictions on unlabelled data.
+
+    FedEcho, algorithm 1, eqs 2-4: stragglers teach by predictions instead of parameters. The teacher is a
+    running sum and count of logits; `passes` over `samples` examples in batches of `batch` with Adam at `rate`
+    (fresh in every distillation; `keep` carries its state), gradient norm clipped to `clip`. KL and
+    cross-entropy are mixed by alpha between `alpha_min` and `alpha_max`, larger the less certain the teacher.
+    """
+
+    size: int = 5
+    lr: float = 1.0
+    samples: int = 2000
+    batch: int = 50
+    passes: int = 1
+    rate: float = 3e-6
+    clip: float = 5.0
+    alpha_min: float = 0.2
+    alpha_max: float = 0.8
+    keep: bool = False
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("size", "samples", "batch", "passes"):
+            within(name, getattr(self, name), 1, math.inf)
+        within("lr", self.lr, 0, math.inf, above=True)
+        within("rate", self.rate, 0, math.inf)
+        within("clip", self.clip, 0, math.inf, above=True)
+        within("alpha_min", self.alpha_min, 0, 1)
+        within("alpha_max", self.alpha_max, 0, 1)
+        if self.alpha_min > self.alpha_max:
+            raise InputError(f"alpha_min = {self.alpha_min} is above alpha_max = {self.alpha_max}: lower it")
+
+    def init(self, params: Tensor, clients: int) -> FedEchoState:
+        return FedEchoState(params=params, total=torch.zeros_like(params), clients=clients)
+
+    def receive(self, state: FedEchoState, update: Update) -> Receipt:
+        assert update.base is not None
+        staleness = state.version - update.task.version
+        state.total.add_(update.model).sub_(update.base)
+        state.held += 1
+        if stepped := state.held == self.size:
+            state.params.add_(state.total, alpha=self.lr / self.size)
+            state.total.zero_()
+            state.held = 0
+            state.version += 1
+        return Receipt.of(update, staleness, 1.0, stepped, state.version)
+
+    def refine(self, state: FedEchoState, update: Update, distiller: Distiller) -> None:
+        """Store what this client's model predicts; after a step, learn from what all of them predict."""
+        logits = distiller.logits(update.model, update.statistics, self.samples)
+        if state.logits is None or state.teacher is None:
+            state.shape = (logits.shape[0], logits.shape[1])
+            state.logits = ClientTable.like(logits.flatten(), state.clients)
+            state.teacher = torch.zeros(logits.numel(), dtype=torch.float64, device=logits.device)
+        state.heard += not state.logits.has(update.task.client)
+        for part, old, new in state.logits.exchange(update.task, state.seed, logits.flatten()):
+            state.teacher[part].add_(new).sub_(old)
+        if state.held == 0:
+            teacher = (state.teacher / state.heard).to(logits.dtype).view(state.shape)
+            key = mix(state.seed, state.version, Stream.DISTILL)
+            memory = state.memory if self.keep else None
+            distiller.distil(state.params, state.statistics, teacher, key, self, memory)

@@ -1,0 +1,57 @@
+"""MIFA (Gu et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import one_of, within
+from afield.core.table import PRECISIONS, ClientTable
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class MIFAState(ServerState):
+    table: ClientTable
+    total: Tensor  # sum of the caches (float64)
+
+
+@dataclass(frozen=True)
+class MIFA:
+    """Rounds: the mean of every client's newest delta, absent clients included.
+
+    Gu et al. 2021 at a constant rate: the participants' caches are replaced, then w <- w + lr mean cache.
+    Starts from zeros (their `no_wait` variant); an empty round still moves by the mean cache.
+    """
+
+    lr: float = 1.0
+    precision: str = "float32"
+    uses_base: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    gathers: ClassVar[str] = "newest"
+    pace: ClassVar[str] = "round"
+
+    def __post_init__(self) -> None:
+        within("lr", self.lr, 0, math.inf, above=True)
+        one_of("precision", self.precision, PRECISIONS)
+
+    def init(self, params: Tensor, clients: int) -> MIFAState:
+        return MIFAState(
+            params=params,
+            table=ClientTable.like(params, clients, self.precision),
+            total=torch.zeros_like(params, dtype=torch.float64),
+        )
+
+    def receive(self, state: MIFAState, update: Update) -> Receipt:
+        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
+            state.total[part].add_(new).sub_(old)
+        weight = 1.0 / len(state.table)
+        return Receipt.of(update, state.version - update.task.version, weight, False, state.version)
+
+    def close_round(self, state: MIFAState) -> None:
+        state.params.add_(state.total, alpha=self.lr / len(state.table))
+        state.version += 1

@@ -1,0 +1,128 @@
+"""TWAFL (Chen, Sun, Jin 2019) as an event-driven rule, and Rolling FedAvg."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from afield.core.errors import one_of, within
+from afield.core.table import PRECISIONS, ClientTable
+from afield.core.types import Receipt, ServerState, Update
+
+
+@dataclass(slots=True, kw_only=True)
+class TemporalState(ServerState):
+    table: ClientTable
+    total: Tensor  # sum_j n_j f(reference - stamp_j) cache_j, float64: replaced rows leave no error behind
+    mass: float  # the same sum of the weights alone
+    reference: int  # the newest stamp so far: every exponent is >= 0, nothing overflows
+    stamps: Tensor
+    sizes: Tensor  # n_j: 1, or the client's examples (0 before it is heard)
+
+
+def _start(params: Tensor, clients: int, precision: str, by_examples: bool) -> TemporalState:
+    # Every cache starts as w_0 with stamp 0. Examples are unknown before a client is heard: weight 0.
+    heard = 0.0 if by_examples else 1.0
+    return TemporalState(
+        params=params,
+        table=ClientTable.like(params, clients, precision, initial=params.clone()),
+        total=params.double() * (clients * heard),
+        mass=clients * heard,
+        reference=0,
+        stamps=torch.zeros(clients, dtype=torch.int64),
+        sizes=torch.full((clients,), heard, dtype=torch.float64),
+    )
+
+
+def _replace(
+    state: TemporalState, update: Update, fade: Callable[[int], float], stamp: int, size: float
+) -> Receipt:
+    """cache_i <- model; w <- the mean of all caches weighted by n_j f(age of their stamp)."""
+    client = update.task.client
+    staleness = state.version - update.task.version
+    reference = max(state.reference, stamp)
+    scale = fade(reference - state.reference)
+    before = float(state.sizes[client]) * fade(reference - int(state.stamps[client]))
+    after = size * fade(reference - stamp)
+    state.mass = state.mass * scale + after - before
+    for part, old, new in state.table.exchange(update.task, state.seed, update.model):
+        total = state.total[part].mul_(scale).add_(new, alpha=after).sub_(old, alpha=before)
+        state.params[part] = total / state.mass
+    state.reference = reference
+    state.stamps[client] = stamp
+    state.sizes[client] = size
+    state.version += 1
+    return Receipt.of(update, staleness, after / state.mass, True, state.version)
+
+
+@dataclass(frozen=True)
+class TWAFL:
+    """The mean of every client's newest model, faded by the age of its stamp.
+
+    Chen, Sun, Jin 2019 (temporally weighted aggregation), used event by event as in MR.AsyncFL's comparison:
+    w <- sum_j f(version - stamp_j) cache_j / sum_j f(version - stamp_j), with f(s) = decay^s ("power") or
+    e^(-decay s) ("exp"); the papers leave form, normalisation and stamp open. Unheard clients count as w_0
+    with stamp 0 (with `by_examples` they do not count). The layer-wise exchange of the paper is left out.
+    """
+
+    decay: float = 0.5
+    form: str = "power"
+    stamp: str = "dispatch"
+    by_examples: bool = False
+    precision: str = "float32"
+    uses_base: ClassVar[bool] = False
+    gathers: ClassVar[str] = "newest"
+
+    def __post_init__(self) -> None:
+        one_of("form", self.form, ("power", "exp"))
+        one_of("stamp", self.stamp, ("dispatch", "arrival"))
+        one_of("precision", self.precision, PRECISIONS)
+        if self.form == "power":
+            within("decay", self.decay, 0, 1, above=True)
+        else:
+            within("decay", self.decay, 0, math.inf)
+
+    @property
+    def whole(self) -> bool:
+        return self.precision == "float32"
+
+    def init(self, params: Tensor, clients: int) -> TemporalState:
+        return _start(params, clients, self.precision, self.by_examples)
+
+    def receive(self, state: TemporalState, update: Update) -> Receipt:
+        stamp = update.task.version if self.stamp == "dispatch" else state.version
+        size = float(update.examples) if self.by_examples else 1.0
+        return _replace(state, update, self.fade, stamp, size)
+
+    def fade(self, age: int) -> float:
+        return float(self.decay**age) if self.form == "power" else math.exp(-self.decay * age)
+
+
+@dataclass(frozen=True)
+class RollingFedAvg:
+    """The plain mean of every client's newest model, w_0 for those not yet heard.
+
+    The baseline of MR.AsyncFL's tables: TWAFL without fading.
+    """
+
+    precision: str = "float32"
+    uses_base: ClassVar[bool] = False
+    gathers: ClassVar[str] = "newest"
+
+    def __post_init__(self) -> None:
+        one_of("precision", self.precision, PRECISIONS)
+
+    @property
+    def whole(self) -> bool:
+        return self.precision == "float32"
+
+    def init(self, params: Tensor, clients: int) -> TemporalState:
+        return _start(params, clients, self.precision, by_examples=False)
+
+    def receive(self, state: TemporalState, update: Update) -> Receipt:
+        return _replace(state, update, lambda age: 1.0, update.task.version, 1.0)
