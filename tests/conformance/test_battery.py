@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from playback import BATTERY, PARAMETERS, Play, frozen, play, same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,6 @@ from afield.core.types import Update
 from afield.experiments.codec import decode, dumps, encode
 from afield.experiments.config import REGISTRIES, tomllib
 from afield.strategies import STRATEGIES
-from playback import BATTERY, PARAMETERS, Play, frozen, play, same
 
 BEATS = 24
 every = pytest.mark.parametrize("name", BATTERY)

@@ -175,9 +175,9 @@ ages = 3 -> ages = 3 is not a table
 threshold = "no" -> threshold = "no" fits none of what it may be: a number; 'auto'; an array
 threshold = [1, "b"] -> threshold[1] = "b" is not a whole number
 variants = [{}, {batch = "b"}] -> variants[1].batch = "b" is not a whole number
-mixing.alpha = 1.7 -> mixing.alpha = 1.7 is outside (0, 1]
-wait = {name = "exponential", mean = -1} -> wait.mean = -1.0 is outside [0, inf]
-second = {name = "exponential", mean = -1} -> second.mean = -1.0 is outside [0, inf]
+mixing.alpha = 1.7 -> mixing.alpha = 1.7 is outside (0, 1]: lower it
+wait = {name = "exponential", mean = -1} -> wait.mean = -1.0 is outside [0, inf]: raise it
+second = {name = "exponential", mean = -1} -> second.mean = -1.0 is outside [0, inf]: raise it
 wait = {name = "mixture", shares = []} -> wait: give one share per part
 """
 
@@ -206,7 +206,7 @@ def test_a_missing_key_is_named_with_what_it_takes() -> None:
 
 
 def test_the_path_above_is_kept() -> None:
-    with pytest.raises(InputError, match=r"^strategy\.alpha = 2\.0 is outside \(0, 1\]$"):
+    with pytest.raises(InputError, match=r"^strategy\.alpha = 2\.0 is outside \(0, 1\]: lower it$"):
         decode(Mixing, {"alpha": 2}, REGISTRIES, "strategy")
 
 

@@ -95,7 +95,7 @@ def test_cuda_counts_like_the_cpu() -> None:
 
 def test_refusals() -> None:
     module = passing()
-    with pytest.raises(InputError, match=r"labels run from 0 to 1, outside 0\.\.0: set model\.classes = 2"):
+    with pytest.raises(InputError, match=r"labels run from 0 to 1, outside 0\.\.0: give classes = 2"):
         Evaluate(module, SCORES, LABELS, 1)
     with pytest.raises(InputError, match="5 inputs and 4 targets"):
         Evaluate(module, SCORES, LABELS[:4], 3)

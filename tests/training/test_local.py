@@ -494,7 +494,7 @@ def test_check_fits() -> None:
     rows = torch.zeros(6, 3)
     check_fits(module, rows, 4, "cross-entropy")
     with pytest.raises(
-        InputError, match=r"the model gives 4 outputs, but labels reach 99: set model\.classes = 100"
+        InputError, match=r"the model gives 4 outputs, but labels reach 99: give its last layer 100 outputs"
     ):
         check_fits(module, rows, 100, "cross-entropy")
     with pytest.raises(InputError, match=r"cannot take inputs of shape \(7,\): .*; choose") as caught:
@@ -502,6 +502,8 @@ def test_check_fits() -> None:
     assert "\n" not in str(caught.value)
     point = build(Point(), (5,), 1, 0)
     check_fits(point, torch.zeros(1, 5), 1, "value")
+    with pytest.raises(InputError, match="one number per example"):
+        check_fits(module, rows, 1, "value")
     with pytest.raises(InputError, match="set loss = 'value'"):
         check_fits(point, torch.zeros(1, 5), 1, "cross-entropy")
     assert module.training

@@ -101,7 +101,8 @@ def _run_all(chosen: Experiment, folder: Path) -> list[Path]:
 def _draw(chosen: Experiment, runs: list[load.Run], picture: Path) -> None:
     problem = chosen.runs[0].scenario.data
     if chosen.figure == "trajectories" and isinstance(problem, Quadratic):
-        plots.trajectories(runs, picture, problem.curvatures, problem.optima, problem.optimum())
+        matrices = [((a, b), (b, d)) for a, b, d in problem.curvatures]
+        plots.trajectories(runs, picture, matrices, problem.optima, problem.optimum())
     else:
         plots.accuracy(runs, picture, target=chosen.target)
 

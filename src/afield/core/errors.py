@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -17,7 +18,8 @@ def within(
     if (low < value if above else low <= value) and (value < high if below else value <= high):
         return
     bound = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-    raise InputError(f"{name} = {value} is outside {bound}")
+    remedy = "give a number" if math.isnan(value) else "raise it" if value <= low else "lower it"
+    raise InputError(f"{name} = {value} is outside {bound}: {remedy}")
 
 
 def one_of(name: str, value: object, choices: Iterable[object]) -> None:

@@ -76,7 +76,7 @@ class ClientTable:
             part = slice(start, min(start + CHUNK, width))
             fresh = value[part] if minus is None else value[part] - minus[part]
             old = self._initial(part, fresh) if first else self._decode(client, part, fresh.dtype)
-            if self.precision == "float32":
+            if self.rows.dtype == fresh.dtype:
                 yield part, old, fresh
                 self.rows[client, part] = fresh  # after the fold: `old` is a view of the row
             else:
@@ -88,7 +88,8 @@ class ClientTable:
         """A copy of one row as stored."""
         whole = slice(0, self.rows.shape[1])
         if not self.has(client):
-            return self._initial(whole, torch.empty(0, dtype=dtype, device=self.rows.device)).clone()
+            unwritten = self._initial(whole, torch.empty(0, dtype=dtype, device=self.rows.device))
+            return unwritten.to(dtype, copy=True)
         return self._decode(client, whole, dtype).clone()
 
     def _initial(self, part: slice, like: Tensor) -> Tensor:

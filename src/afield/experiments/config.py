@@ -7,7 +7,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from afield.training.models import MODELS, Mlp, Model
 
 FORMAT = 1
 OWN = ("name", "figure", "target", "seeds")  # keys of an experiment, beside those of its runs
+INTERFACE = ("uses_base", "whole", "init", "receive")  # what a strategy has
 
 
 class Source(Protocol):
@@ -115,7 +116,8 @@ class Config:
         within("seed", self.seed, 0, 2**63)
 
     def table(self) -> Table:
-        return encode(self, _registries(_own_name(self.strategy)))
+        own = _NAMES.get(type(self.strategy))
+        return encode(self, REGISTRIES if own is None else _registries(own, type(self.strategy)))
 
     def toml(self) -> str:
         return dumps(self.table())
@@ -146,8 +148,10 @@ def read(path: Path) -> Table:
     except FileNotFoundError:
         names = presets()
         raise InputError(f"{path} is neither a file nor a preset{closest(str(path), names)}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; give a TOML file or a preset") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from None
+        raise InputError(f"{path} is not TOML: {error}; correct it there") from None
 
 
 def presets() -> dict[str, Path]:
@@ -167,30 +171,32 @@ def experiment(
 
     `strategy` takes the place of all variants, `settings` (KEY=VALUE) are applied last, to every run.
     """
-    shared = dict(table)
-    own: Table = {key: shared.pop(key) for key in OWN if key in shared}
-    for setting in settings:
-        if setting.partition("=")[0].strip() in OWN:
-            own = assign(own, setting)
-    variants = shared.pop("variants", [{}])
+    variants = table.get("variants", [{}])
     if not isinstance(variants, list) or not all(isinstance(variant, Mapping) for variant in variants):
         raise InputError("variants is not an array of tables: write [[variants]] before each")
-    shared = merge(_named_defaults(), shared)
+    _check_keys(table, variants, settings)
+    own: Table = {key: table[key] for key in OWN if key in table}
+    shared = merge(_named_defaults(), {k: v for k, v in table.items() if k not in (*OWN, "variants")})
+    if "seed" in shared:
+        own.setdefault("seeds", [shared["seed"]])
+    for setting in settings:
+        if (key := _top(setting)) in OWN:
+            own = assign(own, setting)
+        elif key == "seed":
+            own["seeds"] = [assign({}, setting)["seed"]]
+    if seed is not None:
+        own["seeds"] = [seed]
+    group = decode(Experiment, own, REGISTRIES)
     if strategy is not None:
         kept = [v for v in variants if _name_of(merge(shared, v)) == strategy][:1] or [{}]
         variants = [merge(kept[0], {"strategy": {"name": strategy}})]
-    if seed is not None:
-        own["seeds"] = [seed]
-    elif "seed" in shared:
-        own.setdefault("seeds", [shared["seed"]])
-    group = decode(Experiment, own, REGISTRIES)
     runs = []
     for variant in variants:
         merged = merge(shared, variant)
         for setting in settings:
-            if setting.partition("=")[0].strip() not in OWN:
+            if _top(setting) not in OWN:
                 merged = assign(merged, setting)
-        merged.setdefault("label", _name_of(merged))
+        merged.setdefault("label", _name_of(merged).rpartition(":")[2])
         runs += [config({**merged, "seed": number}) for number in group.seeds]
     _check_labels(runs)
     return Experiment(group.name, group.figure, group.target, group.seeds, tuple(runs))
@@ -198,7 +204,37 @@ def experiment(
 
 def config(table: Mapping[str, Any]) -> Config:
     """One run from its table."""
-    return decode(Config, table, _registries(_name_of(table)))
+    name = _name_of(table)
+    if ".py:" not in name:
+        return decode(Config, table, REGISTRIES)
+    found = load_class(name)
+    try:
+        made = decode(Config, table, _registries(name, found))
+        made.table()  # it can be written too
+    except InputError:
+        raise
+    except Exception as error:  # of the user's own code, or of a field's type that TOML cannot hold
+        raise InputError(f"strategy {name} cannot be made: {type(error).__name__}: {error}") from error
+    return made
+
+
+def _check_keys(table: Mapping[str, Any], variants: list[Any], settings: Sequence[str]) -> None:
+    """Raise at the first key that neither an experiment nor its runs have."""
+    runs = [column.name for column in fields(Config)]
+    for key in (*table, *map(_top, settings)):
+        if key not in (*runs, *OWN) and (key != "variants" or key not in table):
+            raise InputError(f"{key} is not a key{closest(key, (*runs, *OWN, 'variants'))}")
+    for number, variant in enumerate(variants):
+        for key in variant:
+            if key in (*OWN, "seed"):
+                raise InputError(f"variants[{number}].{key} is for all variants: write it above [[variants]]")
+            if key not in runs:
+                raise InputError(f"variants[{number}].{key} is not a key{closest(key, runs)}")
+
+
+def _top(setting: str) -> str:
+    """The first part of the key of KEY=VALUE."""
+    return next(iter(assign({}, setting)))
 
 
 def _check_labels(runs: Sequence[Config]) -> None:
@@ -221,46 +257,49 @@ def _name_of(table: Mapping[str, Any]) -> str:
     return str(given.get("name", "") if isinstance(given, Mapping) else given)
 
 
-def _own_name(strategy: Strategy) -> str:
-    return str(getattr(type(strategy), "_file", ""))
+def _registries(name: str, found: type) -> dict[Any, Mapping[str, type]]:
+    """The registries, with a user's own strategy under its FILE.py:CLASS."""
+    return {**REGISTRIES, Strategy: {**STRATEGIES, name: found}}
 
 
-def _registries(name: str) -> dict[Any, Mapping[str, type]]:
-    """The registries, with a user's own strategy under its FILE.py:CLASS where that is what `name` says."""
-    if ".py:" not in name:
-        return REGISTRIES
-    return {**REGISTRIES, Strategy: {**STRATEGIES, name: load_class(name)}}
-
-
-_LOADED: dict[str, type] = {}
+_LOADED: dict[tuple[Path, int, str], type] = {}  # by file, when that was changed, and class
+_NAMES: dict[type, str] = {}  # how a user's class was named, so that config.toml can name it again
 
 
 def load_class(name: str) -> type:
     """A class from a file of the user's: FILE.py:CLASS. This runs the file: only name files that you trust."""
-    if name in _LOADED:
-        return _LOADED[name]
     path, _, attribute = name.rpartition(":")
     file = Path(path)
     if not file.is_file():
         raise InputError(f"strategy file {path} is not there: give FILE.py:CLASS")
-    spec = importlib.util.spec_from_file_location(f"afield_user_{file.stem}", file)
+    key = (file.resolve(), file.stat().st_mtime_ns, attribute)
+    if key not in _LOADED:
+        found = _imported(file, attribute)
+        for needed in ("__dataclass_fields__", *INTERFACE):
+            if not hasattr(found, needed):
+                what = "is not a dataclass" if needed.startswith("__") else f"has no {needed!r}"
+                wanted = ", ".join(INTERFACE)
+                raise InputError(f"{name} {what}: a strategy is a frozen dataclass with {wanted}")
+        _LOADED[key] = found
+        _NAMES[found] = name
+    return _LOADED[key]
+
+
+def _imported(file: Path, attribute: str) -> type:
+    """The class that a file defines."""
+    spec = importlib.util.spec_from_file_location(f"afield_user_{len(_LOADED)}_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        del sys.modules[spec.name]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{file} cannot be imported: {reason}; correct it there") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
         names = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise InputError(f"{path} has no class {attribute!r}{closest(attribute, names)}")
-    for needed in ("init", "receive", "uses_base", "whole", "__dataclass_fields__"):
-        if not hasattr(found, needed):
-            what = "is not a dataclass" if needed.startswith("__") else f"has no {needed!r}"
-            raise InputError(
-                f"{name} {what}: a strategy is a frozen dataclass with uses_base, whole, init, receive"
-            )
-    setattr(found, "_file", name)  # noqa: B010  (so that config.toml can name it again)
-    _LOADED[name] = found
+        own = [key for key in names if getattr(module, key).__module__ == spec.name]
+        raise InputError(f"{file} has no class {attribute!r}{closest(attribute, own or names)}")
     return found

@@ -69,14 +69,19 @@ class RunFolder:
         self._rows.clear()
 
 
-def new_folder(path: Path) -> None:
-    """Make a folder that must not be there yet (an empty one is fine)."""
+def check_new(path: Path) -> None:
+    """Raise if a run would write over something (an empty folder is fine)."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists and is never overwritten: choose another --out, or remove it")
+
+
+def new_folder(path: Path) -> None:
+    """Make a folder that must not be there yet."""
+    check_new(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path} cannot be made: {error.strerror}") from error
+        raise InputError(f"{path} cannot be made: {error.strerror}; choose another --out") from error
 
 
 def environment() -> dict[str, Any]:

@@ -21,13 +21,13 @@ from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
 from afield.runtimes.rounds import RoundFlow
 from afield.runtimes.simulator import Flow, Manners, Measurement, Measuring, Simulator, Stop
 from afield.scenarios.availability import Always
-from afield.scenarios.data import ListedData, client_data, pooled
+from afield.scenarios.data import ClientData, ListedData, client_data, pooled
 from afield.scenarios.delays import Constant
 from afield.scenarios.schedulers import All, Bernoulli, Cohort, SampledStaleness, Ticks
 from afield.strategies import STRATEGIES
 from afield.training.distill import Distil
 from afield.training.evaluate import Evaluate
-from afield.training.local import Local, LoopTrainer
+from afield.training.local import Local, LoopTrainer, check_fits
 
 WIDEST = 256  # tasks trained in one call
 ROOM = (
@@ -140,6 +140,7 @@ def simulate(
             raise InputError(f"strategy {strategy!r} is not known{closest(strategy, STRATEGIES)}")
         strategy = cast(Strategy, STRATEGIES[strategy]())
     clients = data if hasattr(data, "batch") else client_data(data)
+    _check(model, cast(Data, clients), loss)
     simulator = assemble(
         strategy,
         model,
@@ -181,10 +182,10 @@ def _flow(
         raise InputError(f"{name} steps once per {pace}, the scheduler is {type(plan).__name__}: {remedy}")
     if isinstance(plan, All) and (size := getattr(strategy, "size", 0)) > scene.clients:
         raise InputError(
-            f"size = {size} is above the {scene.clients} clients: such a buffer is refused, lower it"
+            f"strategy.size = {size} is above the {scene.clients} clients: such a buffer is refused, lower it"
         )
+    participation = rounds.participation(scene.clients) if pace == "round" else None
     if hasattr(strategy, "fitted"):
-        participation = rounds.participation(scene.clients) if pace == "round" else None
         strategy = strategy.fitted(plan.concurrency(scene.clients), participation)
     if pace == "round":
         return RoundFlow(rounds), strategy
@@ -197,6 +198,14 @@ def _flow(
 def _whole(delay: Callable[[int, int], float]) -> Callable[[int, int], float]:
     """Delays in whole server iterations, one at the least."""
     return lambda client, count: float(max(1, math.ceil(delay(client, count))))
+
+
+def _check(model: nn.Module, data: Data, loss: str) -> None:
+    """Fail before the first task, not in the middle of a run."""
+    inputs, targets = data.batch(0, torch.arange(1))
+    if isinstance(data, ClientData):
+        targets = data.targets
+    check_fits(model, inputs, int(targets.max()) + 1 if loss == "cross-entropy" else 1, loss)
 
 
 def _evaluator(

@@ -72,7 +72,9 @@ class Concurrency:
 
     def bind(self, scene: Scene) -> Lottery:
         if self.limit > scene.clients:
-            raise InputError(f"limit = {self.limit} is above the {scene.clients} clients there are: lower it")
+            raise InputError(
+                f"scheduler.limit = {self.limit} is above the {scene.clients} clients there are: lower it"
+            )
         return Lottery(scene.seed, self.limit)
 
 
@@ -166,7 +168,8 @@ class Bernoulli:
             return (self.p,) * clients
         if clients % len(self.p):
             raise InputError(
-                f"p has {len(self.p)} values, which do not divide {clients} clients into equal blocks"
+                f"rounds.p has {len(self.p)} values, which do not divide {clients} clients into equal blocks: "
+                f"give 1 value, or a number of them that divides {clients}"
             )
         return tuple(value for value in self.p for _ in range(clients // len(self.p)))
 
@@ -192,11 +195,11 @@ class Cohort:
         return min(self.size, clients)
 
     def participation(self, clients: int) -> tuple[float, ...]:
-        return (min(1.0, self.size / clients),) * clients
+        if self.size > clients:
+            raise InputError(f"rounds.size = {self.size} is above the {clients} clients there are: lower it")
+        return (self.size / clients,) * clients
 
     def participants(self, scene: Scene, number: int, online: Callable[[int], bool]) -> list[int]:
-        if self.size > scene.clients:
-            raise InputError(f"size = {self.size} is above the {scene.clients} clients there are: lower it")
         pool = [client for client in range(scene.clients) if online(client)]
         chosen = []
         for place in range(min(self.size, len(pool))):

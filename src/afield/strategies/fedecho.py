@@ -80,6 +80,9 @@ class FedEcho:
     def refine(self, state: FedEchoState, update: Update, distiller: Distiller) -> None:
         """Store what this client's model predicts; after a step, learn from what all of them predict."""
         logits = distiller.logits(update.model, update.statistics, self.samples)
+        low, high = torch.aminmax(logits)
+        if not math.isfinite(float(low)) or not math.isfinite(float(high)):
+            return self._teach(state, distiller)  # a finite model may still predict Inf: it does not teach
         if state.logits is None or state.teacher is None:
             state.shape = (logits.shape[0], logits.shape[1])
             state.logits = ClientTable.like(logits.flatten(), state.clients)
@@ -87,8 +90,13 @@ class FedEcho:
         state.heard += not state.logits.has(update.task.client)
         for part, old, new in state.logits.exchange(update.task, state.seed, logits.flatten()):
             state.teacher[part].add_(new).sub_(old)
-        if state.held == 0:
-            teacher = (state.teacher / state.heard).to(logits.dtype).view(state.shape)
-            key = mix(state.seed, state.version, Stream.DISTILL)
-            memory = state.memory if self.keep else None
-            distiller.distil(state.params, state.statistics, teacher, key, self, memory)
+        self._teach(state, distiller)
+
+    def _teach(self, state: FedEchoState, distiller: Distiller) -> None:
+        if state.held or state.teacher is None:  # not after a step, or nothing to learn from yet
+            return
+        teacher = (state.teacher / state.heard).to(state.params.dtype).view(state.shape)
+        key = mix(state.seed, state.version, Stream.DISTILL)
+        distiller.distil(
+            state.params, state.statistics, teacher, key, self, state.memory if self.keep else None
+        )

@@ -74,8 +74,8 @@ class Distil:
                 parameter.grad = views[name]  # backward adds into it, in place
 
     def logits(self, params: Tensor, statistics: Tensor | None, samples: int) -> Tensor:
-        """The model's outputs on the first `samples` of the unlabelled set, [samples, classes]."""
-        rows = self._first(samples)
+        """The model's outputs on the first `samples` of the unlabelled set (or all it has), [rows, classes]."""
+        rows = self._unlabelled[:samples]
         self._take(params, statistics)
         with torch.no_grad():
             outputs = [self._module(part) for part in torch.split(rows, _ROWS)]
@@ -95,7 +95,7 @@ class Distil:
         `teacher` holds the logits of the first samples; `key` fixes the batches' order. `memory` carries
         Adam's moments from one distillation to the next: an empty dict at first, then "m", "v" and "steps".
         """
-        rows = self._first(len(teacher))
+        rows = self._unlabelled[: len(teacher)]
         self._take(params, statistics)
         teacher = teacher.to(self._work)
         weights = nn.Parameter(self._work[: self._layout.parameters])
@@ -125,14 +125,6 @@ class Distil:
                 state["exp_avg_sq"].to(params.device),
             )
             memory["steps"] = int(state["step"])
-
-    def _first(self, samples: int) -> Tensor:
-        if not 1 <= samples <= len(self._unlabelled):
-            raise InputError(
-                f"samples = {samples} is outside [1, {len(self._unlabelled)}], what the unlabelled set has: "
-                f"lower samples or give more unlabelled data"
-            )
-        return self._unlabelled[:samples]
 
     def _take(self, params: Tensor, statistics: Tensor | None) -> None:
         """Load a model that comes in two parts."""

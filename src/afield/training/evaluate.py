@@ -89,7 +89,7 @@ class Evaluate:
         if low < 0 or high >= self._classes:
             raise InputError(
                 f"test labels run from {low} to {high}, outside 0..{self._classes - 1}: "
-                f"set model.classes = {high + 1}"
+                f"give classes = {high + 1}"
             )
         counts: list[int] = torch.bincount(targets, minlength=self._classes).tolist()
         return counts

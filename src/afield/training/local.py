@@ -283,6 +283,11 @@ def check_fits(module: nn.Module, inputs: Any, classes: int, loss: str = "cross-
     finally:
         for part, mode in modes:
             part.training = mode
+    if loss == "value" and outputs.ndim > 1:
+        raise InputError(
+            f"the model gives outputs of shape {tuple(outputs.shape)}, but the loss 'value' wants one number per "
+            f"example, the loss itself: choose a model such as point"
+        )
     if loss != "cross-entropy":
         return
     if outputs.ndim < 2:
@@ -293,7 +298,7 @@ def check_fits(module: nn.Module, inputs: Any, classes: int, loss: str = "cross-
     if outputs.shape[1] < classes:
         raise InputError(
             f"the model gives {outputs.shape[1]} outputs, but labels reach {classes - 1}: "
-            f"set model.classes = {classes}"
+            f"give its last layer {classes} outputs"
         )
 
 
