@@ -43,7 +43,7 @@ class Paper:
         self.w = initial.copy()
         self.versions = [initial.copy()]
         for name, value in hyper.items():
-            assert hasattr(type(self), name), name
+            assert hasattr(type(self), name) or name in type(self).__annotations__, name
             setattr(self, name, value)
         self.start()
 
@@ -99,7 +99,7 @@ class FedAsync(Paper):
 
     alpha = 0.6
     s: Callable[[int], float] = staticmethod(STALENESS["constant"])
-    drops: Mapping[int, float] = {}  # noqa: RUF012
+    drops: Mapping[int, float] = {}
     root = False
 
     def receive(self, a: Arrival) -> None:
@@ -342,8 +342,8 @@ class CA2FL(Buffered):
 class FADAS(Buffered):
     """Wang et al. 2024: AMSGrad on the buffer's mean delta, written out as sums over all buffers so far.
 
-    m_t = (1-b1) sum_k b1^(t-k) d_k, v_t = (1-b2) sum_k b2^(t-k) d_k^2, v^_t = max_k v_k; the bias correction is that of
-    their code (sqrt(1 - b2^t) under v^); above the threshold the rate is eta / tau_max (their code).
+    m_t = (1-b1) sum_k b1^(t-k) d_k, v_t = (1-b2) sum_k b2^(t-k) d_k^2, v^_t = max_k v_k. Bias correction
+    (sqrt(1 - b2^t) under v^) and the rate above the threshold (eta / tau_max) are those of their code.
     """
 
     lr = 1e-3
@@ -412,6 +412,57 @@ class FedAC(Buffered):
         return self.w + self.lr * ahead / (np.sqrt(self.v) + self.eps)
 
 
+class FedEcho(Buffered):
+    """FedEcho, algorithm 1 and eqs 2-4: FedBuff's step, then steps towards the mean of all clients' newest logits.
+
+    The steps of eq. 2 are Adam's on the clipped gradient (fresh in each distillation unless `keep`), as in the
+    paper's experiments. `outputs(w, rows)` is the network, `batches(k)` the batches of the k-th distillation.
+    """
+
+    outputs: Callable[[torch.Tensor, list[int]], torch.Tensor]
+    batches: Callable[[int], list[list[int]]]
+    samples, rate, clip, alpha_min, alpha_max, keep = 8, 1e-2, 5.0, 0.2, 0.8, False
+
+    def fresh(self) -> None:
+        self.y: dict[int, torch.Tensor] = {}
+        self.teachers: list[Vector] = []
+        self.adam()
+
+    def adam(self) -> None:
+        self.m = self.v = np.zeros_like(self.w)
+        self.count = 0
+
+    def arrived(self, a: Arrival) -> None:
+        self.y[a.client] = self.outputs(torch.from_numpy(a.model), list(range(self.samples)))  # line 5
+
+    def flush(self) -> Vector:
+        w = self.w + self.lr * sum(self.delta(a) for a in self.buffer) / self.size  # lines 10-11
+        teacher = sum(self.y.values()) / len(self.y)  # line 14, all batches at once
+        self.teachers.append(teacher.numpy())
+        if not self.keep:
+            self.adam()
+        for rows in self.batches(len(self.teachers) - 1):
+            g = self.slope(w, teacher[rows], rows)
+            g = g * min(1.0, self.clip / (np.linalg.norm(g) + 1e-6))  # torch's guard against a zero norm
+            self.count += 1
+            self.m = 0.9 * self.m + 0.1 * g
+            self.v = 0.999 * self.v + 0.001 * g * g
+            m, v = self.m / (1 - 0.9**self.count), self.v / (1 - 0.999**self.count)
+            w = w - self.rate * m / (np.sqrt(v) + 1e-8)
+        return w
+
+    def slope(self, w: Vector, teacher: torch.Tensor, rows: list[int]) -> Vector:
+        at = torch.from_numpy(w.copy()).requires_grad_()
+        student = self.outputs(at, rows).softmax(1).log()
+        p = teacher.softmax(1)
+        entropy = -(p * p.log()).sum(1).mean() / math.log(p.shape[1])  # (4)
+        alpha = entropy * self.alpha_max + (1 - entropy) * self.alpha_min
+        soft = (p * (p.log() - student)).sum(1).mean()
+        hard = -student[range(len(rows)), teacher.argmax(1)].mean()
+        (alpha * soft + (1 - alpha) * hard).backward()  # (3)
+        return at.grad.numpy()
+
+
 # -- a step per round ---------------------------------------------------------------------------------------------
 
 
@@ -449,7 +500,7 @@ class FedAvg(Rounds):
 
 
 class FedStale(Rounds):
-    """Rodio, Neglia 2024, eq. 8: w + lr/N (beta sum_i h_i + sum_{i in S} (delta_i - beta h_i) / p_i), then h_i <- delta_i.
+    """Rodio, Neglia 2024, eq. 8: w + lr/N (beta sum_i h_i + sum_{i in S} (delta_i - beta h_i) / p_i), then h.
 
     beta 0: U-FedAvg (eq. 5), beta 1: U-FedVARP (eq. 7). Without p, FedAU (Wang, Ji 2024) round by round, in the
     order of the authors' loop: a participant uses the mean of its intervals so far (1 if none), then appends
@@ -571,9 +622,12 @@ class Drive:
     depends on its base. What the client sends goes to both; bases, versions, corrections and models must agree.
     """
 
-    def __init__(self, strategy: Any, paper: Paper, seed: int = 0, tolerance: float = 1e-10) -> None:
+    def __init__(
+        self, strategy: Any, paper: Paper, seed: int = 0, tolerance: float = 1e-10, distiller: Any = None
+    ) -> None:
         self.paper, self.tolerance = paper, tolerance
-        self.server = Server(strategy, torch.from_numpy(paper.w.copy()), paper.N, seed=seed)
+        initial = torch.from_numpy(paper.w.copy())
+        self.server = Server(strategy, initial, paper.N, seed=seed, distiller=distiller)
         self.held = HeldDeltas(len(paper.w)) if getattr(strategy, "client_held", False) else None
         self.draw = random.Random(seed)
         self.numbers = np.random.default_rng(seed)

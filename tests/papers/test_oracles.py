@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
+import oracles
 import pytest
 import torch
+from oracles import Drive, Paper, start
 from torch import Tensor, nn
 
-import oracles
 from afield import strategies
+from afield.core.errors import InputError
 from afield.core.keys import generator
 from afield.core.server import Server
-from afield.core.types import Task, Update
+from afield.core.types import Update
 from afield.strategies import staleness
 from afield.training.distill import Distil
-from oracles import Drive, Paper, start
 
 CLIENTS = 6
 SIZE = 5
@@ -247,13 +247,142 @@ def test_aced(max_delay: float) -> None:
     assert len(oracle.active()) < CLIENTS or max_delay > 30
 
 
-def test_aced_with_nobody_active() -> None:
-    """With a bound of 0 only the client of the last arrival is active; one bound lower nobody ever is.
+def test_aced_always_has_somebody_active() -> None:
+    """Line 8 of a.1 is never reached: the client of the last arrival has the version itself as its stamp (line 9).
 
-    max_delay >= 0 always leaves the last arrival's client active, as its stamp is the version itself; so nobody
-    can be active only where a stamp lags, which algorithm a.1 never does after its first arrival.
+    So the tightest bound, 0, leaves that client alone, or all of them at t = 1.
     """
     oracle = oracles.ACED(start(SIZE), CLIENTS, lr=0.3, max_delay=0)
     drive = Drive(strategies.ACED(lr=0.3, max_delay=0), oracle)
     drive.arrivals(ARRIVALS)
     assert oracle.alone == 0
+    last = drive.seen.receipts[-1].client
+    assert oracle.active() == [last]
+    with pytest.raises(InputError, match="max_delay"):
+        strategies.ACED(max_delay=-1)
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.01])
+@pytest.mark.parametrize("by_examples", [False, True])
+def test_twafl_when_an_older_task_answers_last(decay: float, by_examples: bool) -> None:
+    """A client that is nearly all of the sum falls back to an old stamp: the rest must still be there."""
+    paper = oracles.TWAFL(start(SIZE), CLIENTS, f=lambda age: decay**age, by_examples=by_examples)
+    drive = Drive(strategies.TWAFL(decay=decay, by_examples=by_examples), paper, tolerance=1e-9)
+    slow = [drive._checkout(client) for client in range(CLIENTS) for _ in range(2)]
+    drive._submit(slow.pop(0))
+    for fall in range(3):
+        for _ in range(100):  # client 0 alone: decay^100 is what the others weigh
+            drive._submit(drive._checkout(0))
+        assert paper.stamps[0] - max(paper.stamps[1:]) >= 99
+        old = [task for task in slow if task.client == 0] if fall == 0 else slow[-1:]
+        for task in old:
+            slow.remove(task)
+            drive._submit(task)
+
+
+def test_twafl_when_one_after_the_other_falls_back() -> None:
+    """Stamps 17 apart: each fall leaves 2^-17 of the sum, which is little lost; five in a row are all of it."""
+    paper = oracles.TWAFL(start(SIZE), CLIENTS, f=lambda age: 0.5**age)
+    drive = Drive(strategies.TWAFL(decay=0.5), paper, tolerance=1e-9)
+    old = {client: drive._checkout(client) for client in range(CLIENTS)}
+    idle = [drive._checkout(0) for _ in range(16 * CLIENTS)]  # of version 0: they raise the version alone
+    for client in range(1, CLIENTS):
+        for _ in range(16):
+            drive._submit(idle.pop())
+        drive._submit(drive._checkout(client))
+    assert paper.stamps == [0, 16, 33, 50, 67, 84]
+    for client in reversed(range(1, CLIENTS)):
+        drive._submit(old[client])
+    assert paper.stamps == [0] * CLIENTS
+
+
+class Watched(Distil):
+    """The real distiller, keeping a copy of what it was asked."""
+
+    def __init__(self, module: nn.Module, unlabelled: Tensor) -> None:
+        super().__init__(module, unlabelled)
+        self.teachers: list[Tensor] = []
+        self.keys: list[int] = []
+        self.statistics: list[Tensor | None] = []
+
+    def distil(self, params: Tensor, statistics: Any, teacher: Tensor, key: int, *rest: Any) -> None:
+        self.teachers.append(teacher.clone())
+        self.keys.append(key)
+        self.statistics.append(None if statistics is None else statistics.clone())
+        super().distil(params, statistics, teacher, key, *rest)
+
+
+INPUTS, CLASSES = 3, 4
+
+
+def batches(key: int, passes: int, samples: int, batch: int) -> list[list[int]]:
+    """Every pass shuffles the samples by the key it was given."""
+    orders = [torch.randperm(samples, generator=generator(key, turn)) for turn in range(passes)]
+    return [rows.tolist() for order in orders for rows in torch.split(order, batch)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("clip", [5.0, 0.02])
+def test_fedecho(keep: bool, clip: float) -> None:
+    module = nn.Linear(INPUTS, CLASSES).double()
+    unlabelled = torch.randn(12, INPUTS, generator=generator(1), dtype=torch.float64)
+    strategy = strategies.FedEcho(
+        size=4, lr=0.7, samples=10, batch=4, passes=2, rate=0.02, clip=clip, alpha_max=0.9, keep=keep
+    )
+    distiller = Watched(module, unlabelled)
+    paper = oracles.FedEcho(
+        start(CLASSES * INPUTS + CLASSES),
+        CLIENTS,
+        size=4,
+        lr=0.7,
+        samples=10,
+        rate=0.02,
+        clip=clip,
+        alpha_max=0.9,
+        keep=keep,
+        outputs=lambda w, rows: unlabelled[rows] @ w[:12].view(CLASSES, INPUTS).T + w[12:],
+        batches=lambda k: batches(distiller.keys[k], 2, 10, 4),
+    )
+    drive = Drive(strategy, paper, tolerance=1e-9, distiller=distiller)
+    seen = drive.arrivals(200)
+    # once after every step, never between, each time from the newest logits of whoever was heard
+    assert len(distiller.teachers) == len(paper.teachers) == 50 == sum(r.stepped for r in seen.receipts)
+    for ours, theirs in zip(distiller.teachers, paper.teachers, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
+    assert len(set(distiller.keys)) == 50  # other batches each time
+    again = Watched(module, unlabelled)
+    server = Server(strategy, torch.zeros(16, dtype=torch.float64), CLIENTS, distiller=again)
+    for _ in range(12):
+        task = server.checkout(0, 0.0)
+        server.submit(Update(task, torch.ones(16, dtype=torch.float64), None, 1))
+    assert again.keys == distiller.keys[:3]  # keyed by seed and version alone
+
+
+def test_fedecho_with_normalisation() -> None:
+    """A client's logits come from its own statistics; the student keeps the mean of the buffer's."""
+    module = nn.Sequential(nn.Linear(INPUTS, CLASSES), nn.BatchNorm1d(CLASSES)).double()
+    unlabelled = torch.randn(6, INPUTS, generator=generator(1), dtype=torch.float64)
+    distiller = Watched(module, unlabelled)
+    draw = torch.Generator().manual_seed(5)
+    P, S = CLASSES * INPUTS + 3 * CLASSES, 2 * CLASSES
+    initial = torch.cat([torch.randn(P, generator=draw, dtype=torch.float64), torch.ones(S).double()])
+    strategy = strategies.FedEcho(size=3, samples=6, batch=6, rate=0.01)
+    server = Server(strategy, initial, 3, parameters=P, distiller=distiller)
+    newest: dict[int, Tensor] = {}
+    buffer: list[Tensor] = []
+    for client in (0, 1, 0, 2, 2, 1):
+        task = server.checkout(client, 0.0)
+        model = server.base(task) + torch.rand(P + S, generator=draw, dtype=torch.float64)
+        weight, bias = model[:12].view(CLASSES, INPUTS), model[12:16]
+        scale, shift, mean, variance = model[16:20], model[20:24], model[24:28], model[28:]
+        plain = unlabelled @ weight.T + bias
+        newest[client] = (plain - mean) / torch.sqrt(variance + 1e-5) * scale + shift
+        buffer.append(model[P:].clone())
+        receipt = server.submit(Update(task, model, None, 1))
+        if receipt.stepped:
+            teacher = sum(newest.values()) / len(newest)
+            torch.testing.assert_close(distiller.teachers[-1], teacher, rtol=0, atol=1e-12)
+            torch.testing.assert_close(distiller.statistics[-1], sum(buffer) / 3, rtol=0, atol=1e-12)
+            torch.testing.assert_close(server.state.statistics, sum(buffer) / 3, rtol=0, atol=1e-12)
+            buffer = []
+    assert len(distiller.teachers) == 2

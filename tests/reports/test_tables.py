@@ -120,7 +120,7 @@ def test_diverged_seeds_do_not_break_the_table(tmp_path: Path) -> None:
 
 def shown(comparison: Comparison, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(to_rich(comparison))
+    console.print(to_rich(comparison, width))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text.strip("\n")
 
@@ -136,6 +136,19 @@ def test_the_table_on_the_screen(tmp_path: Path) -> None:
     a = "a 2 84.0±5.7 85.0±7.1 0.7±0.14 85.0±7.1 85.0±7.1 20 1/2 2 55 27.5"
     b = "b 1 86.0 86.0 0.4 70.0 10.0 40 4 200 100"
     assert [" ".join(words) for words in lines[4:6]] == [a, b]
+
+
+def test_a_narrow_screen_has_fewer_columns_and_whole_labels(tmp_path: Path) -> None:
+    found = compare(three_runs(tmp_path), 0.85)
+    # Widths: label 1, then 4, 8, 8, 8, 8, 8, 7 (20 1/2, to 85 %), 6, 5, 5 and one space before each: 78.
+    assert "best" in shown(found, 78)
+    narrow = shown(found, 77)
+    assert "loss" not in narrow  # the first to go
+    assert "sions" in narrow
+    least = shown(found, 32)  # 1 + 5 + 9 + 9 + 8
+    assert [line.split()[0] for line in least.splitlines()[-2:]] == ["a", "b"]
+    assert "ness" not in least
+    assert all(len(line) <= 77 for line in narrow.splitlines())
 
 
 def bold(comparison: Comparison) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -307,7 +308,7 @@ def test_sampled_staleness_refuses_what_does_not_step_at_every_arrival() -> None
 def test_check_in_pauses_between_tasks() -> None:
     sim = simulator(FedAsync(), [[1.0]], scheduler=CheckIn(pause=2.0), stop=Stop(updates=200))
     rows = log(sim)
-    pauses = [after[2] - before[3] for before, after in zip(rows, rows[1:], strict=False)]
+    pauses = [after[2] - before[3] for before, after in itertools.pairwise(rows)]
     assert min(pauses) > 0
     assert 1.5 < sum(pauses) / len(pauses) < 2.5
     limited = log(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import click
 import typer
 
 import afield
 from afield.cli import catalogue, run
 from afield.core.errors import InputError
 from afield.reports.load import LoadError
+
+INTERRUPTED = 130  # what typer gives for Ctrl-C
 
 app = typer.Typer(
     help="Asynchronous federated learning: compare algorithms in an exact simulation.",
@@ -43,13 +46,28 @@ app.command("doctor")(catalogue.doctor)
 
 
 def main() -> None:
+    """The command `afield`."""
     try:
-        app()
-    except (InputError, LoadError) as error:
+        status = app(prog_name="afield", standalone_mode=False) or 0
+    except click.ClickException as error:
+        _stop(_usage(error), error.exit_code)
+    except (InputError, LoadError, OSError) as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        print(f"afield: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("afield: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _stop(str(error), 2)
+    if status == INTERRUPTED:
+        _stop("interrupted", status)
+    sys.exit(status)
+
+
+def _usage(error: click.ClickException) -> str:
+    """What was wrong with the command itself. Empty where the help was printed in its place."""
+    message = error.format_message().rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{message}; see {context.command_path} --help" if message and context else message
+
+
+def _stop(message: str, status: int) -> NoReturn:
+    if message:
+        print("afield:", " ".join(message.splitlines()), file=sys.stderr)
+    sys.exit(status)

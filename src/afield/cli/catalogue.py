@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 import afield
+from afield.cli.screen import screen
 from afield.core.errors import InputError, closest
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.config import REGISTRIES, AnyRounds, AnyScheduler, Source, presets
@@ -50,7 +50,7 @@ def catalogue(
     kinds = [*KINDS, "presets"]
     if kind is not None and kind not in kinds:
         raise InputError(f"{kind!r} is no kind of thing{closest(kind, kinds)}")
-    console = Console()
+    console = screen()
     for name in [kind] if kind else kinds:
         if name == "presets":
             rows = {preset: ("", _first_comment(path)) for preset, path in presets().items()}
@@ -75,7 +75,7 @@ def doctor() -> None:
     for name, folder in FOLDERS.items() if root else ():
         place = Path(root) / folder
         table.add_row(f"  {name}", str(place) if place.is_dir() else f"not found ({place})")
-    Console().print(table)
+    screen().print(table)
 
 
 def _entries(kind: str) -> Mapping[str, type]:

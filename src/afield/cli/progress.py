@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from afield.cli.screen import screen
 from afield.core.types import Receipt
 from afield.experiments.config import Config
 from afield.runtimes.simulator import Measurement, Stop
@@ -26,11 +27,11 @@ class Progress:
         self._live = sys.stdout.isatty()
         self._bars = Bars(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=Console(),
+            TimeRemainingColumn(compact=True),
+            console=screen(),
             disable=not self._live,
         )
         several = len({run.seed for run in runs}) > 1
@@ -38,12 +39,12 @@ class Progress:
         width = max(len(name) for name in self._names.values())
         self._names = {key: name.ljust(width) for key, name in self._names.items()}
         self._tasks: dict[int, TaskID] = {
-            id(run): self._bars.add_task(self._names[id(run)], total=1.0, state="", start=False)
+            id(run): self._bars.add_task(escape(self._names[id(run)]), total=1.0, state="", start=False)
             for run in runs
         }
         self._began = self._drawn = 0.0
         self._current = -1
-        self._shown = 0
+        self._shown = self._updates = 0
         self._accuracy: float | None = None
         self._staleness = 0.0
 
@@ -58,24 +59,26 @@ class Progress:
 
     def show(self, config: Config, row: Receipt | Measurement) -> None:
         if self._current != id(config):
-            self._current, self._shown, self._staleness, self._accuracy = id(config), 0, 0.0, None
+            self._current, self._shown, self._updates = id(config), 0, 0
+            self._staleness, self._accuracy = 0.0, None
             self._began = time.perf_counter()
             self._bars.start_task(self._tasks[id(config)])
         if isinstance(row, Measurement):
             self._accuracy = row.values.get("accuracy", self._accuracy)
-            now, updates = row.time, row.updates
+            now, self._updates = row.time, row.updates
         else:
             self._staleness += 0.02 * (row.staleness - self._staleness)
-            now, updates = row.arrived, row.number
+            now, self._updates = row.arrived, self._updates + (not row.refused)
         moment = time.perf_counter()
         if moment - self._drawn < REFRESH and not isinstance(row, Measurement):
             return
         self._drawn = moment
-        share = _share(config.stop, now, updates, row.version)
+        share = _share(config.stop, now, self._updates, row.version)
         rate = row.version / max(moment - self._began, 1e-6)
-        state = f"t {now:.1f}  version {row.version} ({rate:.0f}/s)  staleness {self._staleness:.1f}"
+        words = ("v", "stale", "acc") if self._live else ("version", "staleness", "accuracy")
+        state = f"t {now:.1f}  {words[0]} {row.version} ({rate:.0f}/s)  {words[1]} {self._staleness:.1f}"
         if self._accuracy is not None:
-            state += f"  accuracy {100 * self._accuracy:.1f} %"
+            state += f"  {words[2]} {100 * self._accuracy:.1f} %"
         self._bars.update(self._tasks[id(config)], completed=share, state=state)
         if not self._live and share * LINES >= self._shown + 1:
             self._shown = int(share * LINES)
@@ -84,7 +87,7 @@ class Progress:
     def done(self, config: Config, ended: str) -> None:
         self._bars.update(self._tasks[id(config)], completed=1.0)
         if ended not in ("time", "updates", "versions", "accuracy"):
-            self._bars.console.print(f"{config.label}: ended early, {ended}")
+            self._bars.console.print(f"{config.label}: ended early, {ended}", markup=False)
 
 
 def _share(stop: Stop, now: float, updates: int, version: int) -> float:

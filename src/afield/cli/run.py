@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from afield.cli.progress import Progress
+from afield.cli.screen import screen
 from afield.core.errors import InputError
 from afield.experiments.config import Experiment, experiment, presets, read
-from afield.experiments.folder import new_folder
+from afield.experiments.folder import check_new
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
-from afield.reports import load, plots, tables
+from afield.reports import load, tables
 from afield.scenarios.data import Quadratic
 
 NEXT = """[bold]Try next[/bold]
-  afield run --strategy fedstale              another algorithm on the same clients (afield list)
+  afield run --strategy fedstale              another algorithm (all: afield list)
   afield run --set scenario.delay.spread=0.3  clients more alike in speed
-  afield run --set seeds=\\[0,1,2]             means and spreads over seeds
+  afield run --set 'seeds=\\[0,1,2]'            means and spreads over seeds
   afield compare {folder}"""
+
+PICTURES = (".png", ".pdf", ".svg")
 
 log = logging.getLogger("afield")
 
@@ -46,19 +50,19 @@ def run(
     table.setdefault("name", Path(config).stem)
     chosen = experiment(table, strategy=strategy, seed=seed, settings=settings or ())
     folder = out if out is not None else _free(Path("runs"), chosen.name)
-    new_folder(folder)
-    folders = _run_all(chosen, folder)
-    console = Console()
-    runs = load.find(folders)
-    console.print(tables.to_rich(tables.compare(runs, chosen.target)))
-    tables.to_csv(tables.compare(runs, chosen.target), folder / "compare.csv")
-    picture = folder / f"{chosen.figure}.png"
+    places = _check(chosen, folder)
+    _run_all(chosen, places)
+    console = screen()
+    runs = load.find(places)
+    comparison = tables.compare(runs, chosen.target)
+    console.print(tables.to_rich(comparison, console.width))
+    numbers, picture = folder / "compare.csv", folder / f"{chosen.figure}.png"
+    tables.to_csv(comparison, numbers)
     _draw(chosen, runs, picture)
-    console.print(
-        f"[bold]Picture[/bold] {picture}    [bold]numbers[/bold] {folder / 'compare.csv'}", soft_wrap=True
-    )
+    where = f"[bold]Picture[/bold] {escape(str(picture))}    [bold]numbers[/bold] {escape(str(numbers))}"
+    console.print(where, highlight=False, soft_wrap=True)
     if config == "default":
-        console.print(NEXT.format(folder=folder), highlight=False)
+        console.print(NEXT.format(folder=escape(str(folder))), highlight=False, soft_wrap=True)
 
 
 def compare(
@@ -73,32 +77,52 @@ def compare(
     """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target."""
     if target is not None and not 0 < target <= 1:
         raise InputError(f"--target {target} is outside (0, 1]: give a share, such as 0.85")
+    if png is not None and png.suffix not in PICTURES:
+        raise InputError(f"--png {png} is no kind of picture: let it end in {', '.join(PICTURES)}")
     found = load.find(runs)
     comparison = tables.compare(found, target)
-    Console().print(tables.to_rich(comparison))
+    console = screen()
+    console.print(tables.to_rich(comparison, console.width))
     if csv is not None:
         tables.to_csv(comparison, csv)
     if png is not None:
+        from afield.reports import plots
+
         plots.accuracy(found, png, x=x, target=comparison.target)
 
 
-def _run_all(chosen: Experiment, folder: Path) -> list[Path]:
-    single = len(chosen.runs) == 1
-    folders = []
+def _check(chosen: Experiment, folder: Path) -> list[Path]:
+    """Where each run goes. Bad input ends here, before a folder is made or the first run has used up its time."""
+    check_new(folder)
+    if len(chosen.runs) == 1:
+        places = [folder]
+    else:
+        places = [folder / f"{_slug(config.label)}-{config.seed}" for config in chosen.runs]
+    for place, config in zip(places, chosen.runs, strict=True):
+        if places.count(place) > 1:
+            raise InputError(f"label {config.label!r} makes the same folder name as another: choose another")
+        if config.seed == chosen.seeds[0]:
+            prepare(config)
+    return places
+
+
+def _run_all(chosen: Experiment, places: list[Path]) -> None:
     with Progress(chosen.runs) as progress:
-        for config in chosen.runs:
-            place = folder if single else folder / f"{_slug(config.label)}-{config.seed}"
+        for config, place in zip(chosen.runs, places, strict=True):
             prepared = prepare(config)
             runtime = prepared.config.runtime
             log.info("%s: %s threads, blocks of at most %s", config.label, runtime.threads, runtime.block)
-            for row in run_one(prepared, place):
-                progress.show(config, row)
+            with closing(run_one(prepared, place)) as rows:  # closed also when interrupted between rows
+                for row in rows:
+                    progress.show(config, row)
             progress.done(config, prepared.simulator.ended)
-            folders.append(place)
-    return folders
 
 
 def _draw(chosen: Experiment, runs: list[load.Run], picture: Path) -> None:
+    from afield.reports import (
+        plots,
+    )  # here: matplotlib takes 0.3 s to import, which most commands do not need
+
     problem = chosen.runs[0].scenario.data
     if chosen.figure == "trajectories" and isinstance(problem, Quadratic):
         matrices = [((a, b), (b, d)) for a, b, d in problem.curvatures]

@@ -135,11 +135,15 @@ class Server:
         self.state.lapsed.clear()
         receipt = self.strategy.receive(self.state, borrowed)
         gathering = self.state.gathering
+        later = update.task.client in self.state.lapsed  # counts from the next step on, as its model does
         if gathering is not None and borrowed.statistics is not None:
             gathering.lapse(self.state.lapsed)
-            gathering.add(update.task, borrowed.statistics)
+            if not later:
+                gathering.add(update.task, borrowed.statistics)
         if receipt.stepped:
             self._step_statistics()
+        if later and gathering is not None and borrowed.statistics is not None:
+            gathering.add(update.task, borrowed.statistics)
         if self.refines:
             refining: Any = self.strategy
             refining.refine(self.state, borrowed, self.distiller)

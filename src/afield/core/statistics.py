@@ -73,7 +73,7 @@ class Gathering:
         """
         if self.table is None or self.counts is None or not clients:
             return
-        lapsed = [client for client in clients if self.counts[client]]
+        lapsed = [client for client in dict.fromkeys(clients) if self.counts[client]]
         self.counts[lapsed] = False
         self.count -= len(lapsed)
         if len(lapsed) <= self.count:

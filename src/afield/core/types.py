@@ -98,9 +98,9 @@ class ServerState:
     params: Tensor
     statistics: Tensor | None = None  # moved by the server, at a step only (see core/statistics.py)
     gathering: Gathering | None = None
-    lapsed: list[int] = field(
-        default_factory=list
-    )  # clients whose newest update stopped counting at this step
+    # clients whose newest update does not count at this step; the arriving one may be among them: it counts from
+    # the next step on
+    lapsed: list[int] = field(default_factory=list)
     seed: int = 0
     version: int = 0
 

@@ -172,7 +172,7 @@ def experiment(
     `strategy` takes the place of all variants, `settings` (KEY=VALUE) are applied last, to every run.
     """
     variants = table.get("variants", [{}])
-    if not isinstance(variants, list) or not all(isinstance(variant, Mapping) for variant in variants):
+    if not isinstance(variants, list) or not variants or not all(isinstance(v, Mapping) for v in variants):
         raise InputError("variants is not an array of tables: write [[variants]] before each")
     _check_keys(table, variants, settings)
     own: Table = {key: table[key] for key in OWN if key in table}
@@ -188,8 +188,10 @@ def experiment(
         own["seeds"] = [seed]
     group = decode(Experiment, own, REGISTRIES)
     if strategy is not None:
-        kept = [v for v in variants if _name_of(merge(shared, v)) == strategy][:1] or [{}]
-        variants = [merge(kept[0], {"strategy": {"name": strategy}})]
+        alike = [v for v in variants if _name_of(merge(shared, v)) == strategy]
+        if not alike:
+            shared.pop("label", None)  # it named another strategy
+        variants = [merge(alike[0] if alike else {}, {"strategy": {"name": strategy}})]
     runs = []
     for variant in variants:
         merged = merge(shared, variant)
@@ -221,9 +223,10 @@ def config(table: Mapping[str, Any]) -> Config:
 def _check_keys(table: Mapping[str, Any], variants: list[Any], settings: Sequence[str]) -> None:
     """Raise at the first key that neither an experiment nor its runs have."""
     runs = [column.name for column in fields(Config)]
-    for key in (*table, *map(_top, settings)):
-        if key not in (*runs, *OWN) and (key != "variants" or key not in table):
-            raise InputError(f"{key} is not a key{closest(key, (*runs, *OWN, 'variants'))}")
+    for keys, known in ((table, (*runs, *OWN, "variants")), (map(_top, settings), (*runs, *OWN))):
+        for key in keys:
+            if key not in known:
+                raise InputError(f"{key} is not a key{closest(key, known)}")
     for number, variant in enumerate(variants):
         for key in variant:
             if key in (*OWN, "seed"):

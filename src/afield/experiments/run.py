@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,16 +15,13 @@ from afield.core.flat import Layout
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config
 from afield.experiments.folder import RunFolder
-from afield.runtimes.simulate import assemble, block_limit
+from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
 from afield.scenarios.data import ClientData, Dataset
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import build
 
-SMALL = (
-    200_000  # parameters below which a second thread costs more than it gives (digits MLP: 1.6 times slower)
-)
 PROBES = 8  # tasks per client whose mean duration says who is fast
 
 
@@ -51,9 +46,9 @@ def prepare(config: Config) -> Prepared:
     module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
-    threads = config.runtime.threads or (1 if layout.size < SMALL else os.cpu_count() or 1)
+    count = config.runtime.threads or thread_count(layout.size)
     block = config.runtime.block or block_limit(layout.size)
-    config = replace(config, runtime=replace(config.runtime, threads=threads, block=block))
+    config = replace(config, runtime=replace(config.runtime, threads=count, block=block))
     evaluator = Evaluate(
         module,
         dataset.test_inputs,
@@ -85,13 +80,13 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, module, simulator)
 
 
-def run(prepared: Prepared, folder: Path) -> Iterator[Receipt | Measurement]:
+def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
     """Run into a new folder, yielding each row after it was written."""
     config, simulator = prepared.config, prepared.simulator
     written = RunFolder(folder, config.toml())
     finished = False
     try:
-        with _threads(config.runtime.threads or 1):
+        with threads(config.runtime.threads or 1):
             for row in simulator.rows():
                 if isinstance(row, Measurement):
                     written.metric(row.row())
@@ -104,16 +99,6 @@ def run(prepared: Prepared, folder: Path) -> Iterator[Receipt | Measurement]:
         if finished:
             Layout.of(module).load(simulator.server.model().cpu(), module)
         written.close(module if finished else None)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _groups(config: Config, dataset: Dataset, data: ClientData) -> dict[str, Tensor] | None:

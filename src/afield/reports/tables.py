@@ -18,6 +18,7 @@ from afield.reports.load import Run
 
 USUAL_TARGET = 0.85
 NOTHING = "-"
+LABEL = 20  # characters of a label that are never given up to other columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +155,23 @@ class _Column:
     title: str
     cells: list[str]
     ranks: list[float]  # smaller is better; infinite never wins; NaN takes no part
+    spare: int = 0  # on a narrow screen columns are left out in this order; those of 0 never
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for line in (*self.title.split("\n"), *self.cells))
 
 
-def to_rich(comparison: Comparison) -> Table:
-    """The comparison in at most 100 columns; the best value of a column is bold."""
+def to_rich(comparison: Comparison, width: int = 100) -> Table:
+    """The comparison in `width` columns, where they are enough for the main ones; the best value is bold."""
     rows = comparison.rows
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("label", overflow="fold")
+    label = max((len(row.label) for row in rows), default=0)
+    table.add_column("label", overflow="fold", min_width=min(label, LABEL))
     columns = _columns(comparison)
+    spares = sorted((column for column in columns if column.spare), key=lambda column: column.spare)
+    while spares and min(label, LABEL) + sum(1 + column.width for column in columns) > width:
+        columns.remove(spares.pop(0))
     for column in columns:
         # Only the label may wrap: half a number is worse than none.
         table.add_column(column.title, justify="right", no_wrap=True)
@@ -184,39 +194,41 @@ def _columns(comparison: Comparison) -> list[_Column]:
     accurate = any(row.final_accuracy for row in rows)
     if accurate:
         columns.append(_accuracies("final\nacc %", [row.final_accuracy for row in rows]))
-        columns.append(_accuracies("best\nacc %", [row.best_accuracy for row in rows]))
-    columns.append(_losses("final\nloss", [row.final_loss for row in rows]))
+        columns.append(_accuracies("best\nacc %", [row.best_accuracy for row in rows], spare=2))
+    columns.append(_losses("final\nloss", [row.final_loss for row in rows], spare=1 if accurate else 0))
     if accurate:
         at_time = [row.accuracy_at_time for row in rows]
         at_updates = [row.accuracy_at_updates for row in rows]
         columns.append(_accuracies(f"acc %\nat time\n{time}", at_time))
-        columns.append(_accuracies(f"acc %\nat {updates}\nupdates", at_updates))
+        columns.append(_accuracies(f"acc %\nat {updates}\nupdates", at_updates, spare=6))
         columns.append(_times(comparison))
     else:
         columns.append(_losses(f"loss\nat time\n{time}", [row.loss_at_time for row in rows]))
-        columns.append(_losses(f"loss\nat {updates}\nupdates", [row.loss_at_updates for row in rows]))
-    columns.append(_plain("stale-\nness", [row.staleness for row in rows]))
-    columns.append(_plain("up-\ndates", [row.updates for row in rows]))
-    columns.append(_plain("ver-\nsions", [row.versions for row in rows]))
+        columns.append(
+            _losses(f"loss\nat {updates}\nupdates", [row.loss_at_updates for row in rows], spare=6)
+        )
+    columns.append(_plain("stale-\nness", [row.staleness for row in rows], spare=5))
+    columns.append(_plain("up-\ndates", [row.updates for row in rows], spare=4))
+    columns.append(_plain("ver-\nsions", [row.versions for row in rows], spare=3))
     return columns
 
 
-def _accuracies(title: str, spreads: list[Spread | None]) -> _Column:
+def _accuracies(title: str, spreads: list[Spread | None], spare: int = 0) -> _Column:
     cells = [
         NOTHING if s is None else _with_std(s, f"{s.mean:.1%}"[:-1], f"{s.std:.1%}"[:-1]) for s in spreads
     ]
-    return _Column(title, cells, [_rank(s, -1) for s in spreads])
+    return _Column(title, cells, [_rank(s, -1) for s in spreads], spare)
 
 
-def _losses(title: str, spreads: list[Spread | None]) -> _Column:
+def _losses(title: str, spreads: list[Spread | None], spare: int = 0) -> _Column:
     cells = [NOTHING if s is None else _with_std(s, f"{s.mean:.3g}", f"{s.std:.2g}") for s in spreads]
-    return _Column(title, cells, [_rank(s, 1) for s in spreads])
+    return _Column(title, cells, [_rank(s, 1) for s in spreads], spare)
 
 
-def _plain(title: str, spreads: list[Spread | None]) -> _Column:
+def _plain(title: str, spreads: list[Spread | None], spare: int) -> _Column:
     """Facts about a run that are neither good nor bad: the mean, and nothing bold."""
     cells = [NOTHING if s is None else _short(s.mean) for s in spreads]
-    return _Column(title, cells, [math.nan] * len(spreads))
+    return _Column(title, cells, [math.nan] * len(spreads), spare)
 
 
 def _times(comparison: Comparison) -> _Column:

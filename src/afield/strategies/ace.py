@@ -158,6 +158,8 @@ class ACED:
             state.params[part].add_(total, alpha=scale)
             if not active:
                 total.add_(new)
+        if not active:
+            state.lapsed.append(client)
         state.count += not active
         state.cohort -= active and first
         state.version += 1

@@ -14,7 +14,6 @@ from afield.core.errors import one_of, within
 from afield.core.table import PRECISIONS, ClientTable
 from afield.core.types import Receipt, ServerState, Update
 
-
 # A client with two tasks at once may answer the older one last: its stamp falls, and where it was nearly all of the
 # sum, the rest is lost in rounding (of 2^-60 beside 1 nothing is left). Below this share every row is added up anew.
 LOST = 1e-6
@@ -25,6 +24,7 @@ class TemporalState(ServerState):
     table: ClientTable
     total: Tensor  # sum_j n_j f(reference - stamp_j) cache_j, float64: replaced rows leave no error behind
     mass: float  # the same sum of the weights alone
+    peak: float  # the largest it was since the sums were exact: what rounding errors are relative to
     reference: int  # the newest stamp so far: every exponent is >= 0, nothing overflows
     stamps: Tensor
     sizes: Tensor  # n_j: 1, or the client's examples (0 before it is heard)
@@ -38,6 +38,7 @@ def _start(params: Tensor, clients: int, precision: str, by_examples: bool) -> T
         table=ClientTable.like(params, clients, precision, initial=params.clone()),
         total=params.double() * (clients * heard),
         mass=clients * heard,
+        peak=clients * heard,
         reference=0,
         stamps=torch.zeros(clients, dtype=torch.int64),
         sizes=torch.full((clients,), heard, dtype=torch.float64),
@@ -55,7 +56,8 @@ def _replace(
     before = float(state.sizes[client]) * fade(reference - int(state.stamps[client]))
     after = size * fade(reference - stamp)
     state.mass = state.mass * scale + after - before
-    lost = state.mass < LOST * before
+    state.peak = max(state.peak * scale, state.mass)
+    lost = state.mass < LOST * state.peak
     for part, old, new in state.table.exchange(update.task, state.seed, update.model):
         total = state.total[part].mul_(scale).add_(new, alpha=after).sub_(old, alpha=before)
         if not lost:
@@ -80,6 +82,7 @@ def _sum_anew(state: TemporalState, fade: Callable[[int], float]) -> None:
         weight = float(state.sizes[client]) * fade(state.reference - int(state.stamps[client]))
         state.total.add_(state.table.row(client, torch.float64), alpha=weight)
         state.mass += weight
+    state.peak = state.mass
     state.params.copy_(state.total / state.mass)
 
 

@@ -1,0 +1,104 @@
+"""What examples/ holds and which commands the README names, run as they stand."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from afield.cli import main
+from afield.experiments.config import Config, experiment, load_class, presets, read
+from afield.experiments.run import prepare
+from afield.reports import load
+from afield.runtimes.simulator import Measurement
+from afield.strategies import FedAsync
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def test_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "one_file.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["FedBuff", "FedAvg"]
+    ends = [float(line.split()[-1].rstrip("%")) for line in lines]
+    assert ends[0] > 90
+    assert ends[0] > ends[1]
+
+
+def test_own_strategy_learns() -> None:
+    name = f"{EXAMPLES / 'own_strategy.py'}:Clipped"
+    settings = ["stop.time=8", "measure.time=8"]
+    (chosen,) = experiment(read(presets()["default"]), strategy=name, settings=settings).runs
+    rows = list(prepare(chosen).simulator.rows())
+    assert isinstance(rows[-1], Measurement)
+    assert rows[-1].values["accuracy"] > 0.6
+
+
+def test_own_strategy_is_fedasync_until_the_cap_bites() -> None:
+    ends = {}
+    clipped = load_class(f"{EXAMPLES / 'own_strategy.py'}:Clipped")
+    table = read(EXAMPLES / "compare.toml") | {"stop": {"updates": 20}}
+    (shared,) = experiment(table, strategy="fedasync", seed=0, settings=["server.max_staleness=999"]).runs
+    for key, strategy in {
+        "fedasync": FedAsync(alpha=0.6),
+        "wide": clipped(cap=1e9),
+        "narrow": clipped(cap=0.1),
+    }.items():
+        chosen = Config(strategy=strategy, scenario=shared.scenario, stop=shared.stop)
+        simulator = prepare(chosen).simulator
+        start = simulator.server.model()
+        list(simulator.rows())
+        ends[key] = simulator.server.model() - start
+    assert torch.allclose(ends["wide"], ends["fedasync"], atol=1e-5)
+    assert (
+        ends["narrow"].norm() <= 20 * 0.6 * 0.1 * 1.0001
+    )  # alpha * cap is the most that one update moves it
+    assert ends["narrow"].norm() < ends["wide"].norm()
+
+
+def test_compare_toml_says_what_every_section_is_for() -> None:
+    lines = (EXAMPLES / "compare.toml").read_text().splitlines()
+    sections = [number for number, line in enumerate(lines) if line.startswith("[")]
+    described = [lines[number] for number in sections if lines[number - 1].startswith("# ")]
+    assert {line.strip("[]").partition(".")[0] for line in described} == {
+        *("model", "local", "scenario", "server", "measure", "stop", "runtime", "variants"),
+    }
+    assert len(described) == len({lines[number] for number in sections})
+
+
+def test_compare_toml_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("--set", "stop.time=3", "--set", "seeds=[0,1]")
+    monkeypatch.setattr(
+        "sys.argv",
+        ["afield", "run", str(EXAMPLES / "compare.toml"), "--out", str(tmp_path / "out"), *settings],
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    found = load.find([tmp_path / "out"])
+    assert {run.label for run in found} == {"fedasync", "fedbuff 5", "fedbuff 10", "fedavg"}
+    assert len(found) == 8
+    assert all(run.finished for run in found)
+
+
+def test_the_commands_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^afield .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 6
+    for line in commands:
+        arguments = shlex.split(line, comments=True)
+        small = ["--set", "stop.updates=3"] if arguments[1] == "run" else []
+        monkeypatch.setattr("sys.argv", arguments + small)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0, line
+        assert capsys.readouterr().err == "", line
