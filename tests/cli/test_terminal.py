@@ -15,7 +15,8 @@ from pathlib import Path
 
 from afield.reports import load
 
-RUN = ("run", "--strategy", "fedasync", "--set", "stop.time=2", "--set", "local.epochs=1")
+SMALL = ("--set", "stop.time=2", "--set", "local.epochs=1")
+RUN = ("run", "--strategy", "fedasync", *SMALL)
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -75,16 +76,19 @@ class Terminal:
 
 
 def test_in_a_pipe_there_are_plain_lines(tmp_path: Path) -> None:
-    ended = piped(tmp_path, *RUN)
+    ended = piped(tmp_path, "run", *SMALL)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "\x1b" not in ended.stdout
     assert "\r" not in ended.stdout
     assert all(len(line) <= 100 for line in ended.stdout.splitlines())
-    shares = [int(share) for share in re.findall(r"^fedasync +(\d+) %  t ", ended.stdout, re.MULTILINE)]
-    assert shares == sorted(set(shares))
-    assert shares[-1] == 100
-    assert len(shares) <= 5
+    for label in ("fedasync", "fedbuff", "mr-asyncfl", "ace", "fedavg"):
+        found = re.findall(rf"^{label} +(\d+) %  t ", ended.stdout, re.MULTILINE)
+        shares = [int(share) for share in found]
+        assert shares == sorted(set(shares))
+        assert shares[-1] == 100
+        assert len(shares) <= 5
     assert re.search(r"version \d+ \(\d+/s\)  staleness [\d.]+  accuracy [\d.]+ %", ended.stdout)
+    assert (tmp_path / "runs" / "default-001" / "accuracy.png").is_file()
 
 
 def test_bad_input_is_one_line_without_a_traceback_unless_asked_for(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ def spoilt(update: Update, how: str, client: int) -> Update:
         model = model.double()
     elif how == "no-examples":
         return replace(update, examples=0)
+    elif how == "no-steps":
+        return replace(update, steps=0)
+    elif how == "no-steps (rate)":
+        return replace(update, rate=math.nan)
     elif how == "unknown-client":
         task = replace(task, client=client)
     elif how == "never-leased":
@@ -50,6 +54,8 @@ WAYS = [
     "wrong-length",
     "wrong-type",
     "no-examples",
+    "no-steps",
+    "no-steps (rate)",
     "unknown-client",
     "never-leased",
     "never-leased (version)",

@@ -11,7 +11,8 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from oracles import Drive, Paper, start
+from drive import Drive, start
+from oracles import Paper
 from torch import Tensor, nn
 
 from afield import strategies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import afield
 from afield.core.flat import Layout
+from afield.runtimes.simulate import thread_count
 from afield.scenarios.data import ClientData
 
 CLIENTS = 6
@@ -74,6 +76,28 @@ def test_the_users_module_and_random_state_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not torch.equal(result.model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_a_small_model_trains_on_one_thread_and_gives_the_others_back() -> None:
+    """Threads are chosen by rule: several of them would fight over a model of a few weights, and change its bits."""
+    seen = set()
+
+    class Counting(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training:
+                seen.add(torch.get_num_threads())
+            return super().forward(inputs)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run("fedasync", model=Counting(5, 3), updates=6)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
+    assert thread_count(199_999) == 1
+    assert thread_count(200_000) == os.cpu_count()
 
 
 @pytest.mark.parametrize("strategy", ["fedasync", "ace", "ca2fl", "fedavg", "scaffold", "fedac"])

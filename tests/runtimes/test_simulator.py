@@ -300,7 +300,9 @@ def test_sampled_staleness_draws_client_and_version_by_version() -> None:
 
 
 def test_sampled_staleness_refuses_what_does_not_step_at_every_arrival() -> None:
-    sim = simulator(FedBuff(size=2), [[1.0]] * 3, scheduler=SampledStaleness(), stop=Stop(updates=9))
+    with pytest.raises(InputError, match="size = 2, but sampled-staleness draws one update per version"):
+        simulator(FedBuff(size=2), [[1.0]] * 3, scheduler=SampledStaleness(), stop=Stop(updates=9))
+    sim = simulator(ACE(), [[1.0]] * 3, scheduler=SampledStaleness(), stop=Stop(updates=9))
     with pytest.raises(InputError, match="does not step at every arrival"):
         log(sim)
 

@@ -94,6 +94,8 @@ def compare(
 def _check(chosen: Experiment, folder: Path) -> list[Path]:
     """Where each run goes. Bad input ends here, before a folder is made or the first run has used up its time."""
     check_new(folder)
+    if chosen.figure == "trajectories" and not isinstance(chosen.runs[0].scenario.data, Quadratic):
+        raise InputError("figure = 'trajectories' draws the data 'quadratic' only: use figure = 'accuracy'")
     if len(chosen.runs) == 1:
         places = [folder]
     else:
@@ -119,9 +121,7 @@ def _run_all(chosen: Experiment, places: list[Path]) -> None:
 
 
 def _draw(chosen: Experiment, runs: list[load.Run], picture: Path) -> None:
-    from afield.reports import (
-        plots,
-    )  # here: matplotlib takes 0.3 s to import, which most commands do not need
+    from afield.reports import plots  # here: importing matplotlib takes 0.3 s
 
     problem = chosen.runs[0].scenario.data
     if chosen.figure == "trajectories" and isinstance(problem, Quadratic):

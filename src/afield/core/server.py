@@ -23,6 +23,7 @@ REFUSALS = {
     "wrong-type": "the model has another dtype than the server's",
     "not-finite": "the model holds NaN or Inf",
     "no-examples": "an update must come from at least one example",
+    "no-steps": "an update must come from at least one step, at a rate that is positive and finite",
     "too-stale": "staler than max_staleness: start again from the newest version",
 }
 
@@ -178,6 +179,8 @@ class Server:
             return "wrong-type"
         if update.examples < 1:
             return "no-examples"
+        if update.steps < 1 or not 0 < update.rate < math.inf:
+            return "no-steps"  # control variates divide by both
         if self.max_staleness is not None and staleness > self.max_staleness:
             return "too-stale"
         # one pass; NaN and Inf both surface in the extremes (isfinite().all() took 100 times as long)

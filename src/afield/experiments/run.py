@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import Receipt, Scene
-from afield.experiments.config import Config
+from afield.experiments.config import Config, Source
 from afield.experiments.folder import RunFolder
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
@@ -40,7 +41,7 @@ def prepare(config: Config) -> Prepared:
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
-    dataset = scenario.data.load(config.seed)
+    dataset = _load(cast(Any, scenario.data), config.seed)
     parts, targets = scenario.partition.split(dataset.targets, scenario.clients, config.seed)
     data = ClientData(dataset.inputs, targets, parts)
     module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
@@ -99,6 +100,12 @@ def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
         if finished:
             Layout.of(module).load(simulator.server.model().cpu(), module)
         written.close(module if finished else None)
+
+
+@lru_cache(maxsize=1)
+def _load(source: Source, seed: int) -> Dataset:
+    """The runs of an experiment mostly share their data: it is read once for all with one seed."""
+    return source.load(seed)
 
 
 def _groups(config: Config, dataset: Dataset, data: ClientData) -> dict[str, Tensor] | None:

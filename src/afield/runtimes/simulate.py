@@ -204,6 +204,11 @@ def _flow(
         raise InputError(
             f"strategy.size = {size} is above the {scene.clients} clients: such a buffer is refused, lower it"
         )
+    if isinstance(plan, SampledStaleness) and (size := getattr(strategy, "size", 1)) > 1:
+        raise InputError(
+            f"strategy.size = {size}, but sampled-staleness draws one update per version: set size = 1, "
+            "or use the scheduler 'concurrency'"
+        )
     participation = rounds.participation(scene.clients) if pace == "round" else None
     if hasattr(strategy, "fitted"):
         strategy = strategy.fitted(plan.concurrency(scene.clients), participation)
