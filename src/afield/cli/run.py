@@ -61,7 +61,7 @@ def run(
     _draw(chosen, runs, picture)
     where = f"[bold]Picture[/bold] {escape(str(picture))}    [bold]numbers[/bold] {escape(str(numbers))}"
     console.print(where, highlight=False, soft_wrap=True)
-    if config == "default":
+    if config == "default" and strategy is None:
         console.print(NEXT.format(folder=escape(str(folder))), highlight=False, soft_wrap=True)
 
 

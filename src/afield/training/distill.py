@@ -13,7 +13,9 @@ from afield.core.errors import InputError
 from afield.core.flat import own_copy
 from afield.core.keys import generator
 
-_ROWS = 500  # of the unlabelled set at once; fixed, so that equal models have equal logits to the bit
+# Of the unlabelled set at once; fixed, so that equal models have equal logits to the bit. Few on a CPU, where large
+# activations are fresh pages every time.
+_ROWS = {"cpu": 100, "cuda": 500}
 
 
 class Settings(Protocol):
@@ -78,7 +80,7 @@ class Distil:
         rows = self._unlabelled[:samples]
         self._take(params, statistics)
         with torch.no_grad():
-            outputs = [self._module(part) for part in torch.split(rows, _ROWS)]
+            outputs = [self._module(part) for part in torch.split(rows, _ROWS.get(rows.device.type, 500))]
         return torch.cat(outputs).to(params.device)
 
     def distil(

@@ -34,9 +34,12 @@ class Evaluate:
         classes: int,
         loss: str = "cross-entropy",
         groups: Mapping[str, Tensor] | None = None,
-        batch: int = 1000,
+        batch: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        if batch is None:
+            # On a CPU large activations are fresh pages every time: 1,000 took 1.4 (ResNet-18) to 1.9 times as long.
+            batch = 1000 if torch.device(device).type == "cuda" else 100
         within("batch", batch, 1, math.inf)
         if len(inputs) == 0 or len(inputs) != len(targets):
             raise InputError(
