@@ -114,8 +114,9 @@ def test_nothing_is_written_over(tmp_path: Path, content: str) -> None:
 
 
 def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
-    new_folder(tmp_path / "a")
-    new_folder(tmp_path / "a")
+    for _ in range(2):
+        new_folder(tmp_path / "a")
+        assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -213,8 +213,42 @@ def test_the_run_ends_when_everyone_is_gone() -> None:
     gone = Dropout(share=1.0, at=2.5)
     sim = simulator(FedAsync(), [[1.0], [2.0]], availability=gone, stop=Stop(time=100.0))
     assert [(row[0], row[3]) for row in log(sim)] == [(0, 1.0), (1, 2.0), (0, 2.0)]
-    assert sim.ended == "nobody is left"
+    assert (sim.ended, sim.now) == ("nobody is left", 100.0)  # the model stays what it is until then
     assert not sim.server.leases
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (FedAsync(), {"measuring": Measuring(time=1.0)}),
+        (ASGD(per="tick"), {"scheduler": Ticks(), "measuring": Measuring(time=1.0)}),
+        (FedAvg(), {"measuring": Measuring(time=1.0)}),
+        (FedAvg(), {"rounds": Bernoulli(p=1.0)}),
+    ],
+)
+def test_neither_measurements_nor_ticks_nor_empty_rounds_go_on_for_ever(strategy: Any, options: Any) -> None:
+    sim = simulator(
+        strategy, [[1.0], [2.0]], availability=Dropout(share=1.0, at=2.5), stop=Stop(updates=50), **options
+    )
+    rows = list(itertools.islice(sim.rows(), 100))
+    assert len(rows) < 20
+    assert sim.ended == "nobody is left"
+    assert sim.now < 6
+
+
+def test_empty_rounds_wait_for_who_comes_back() -> None:
+    """Round 1 (from 2.0) loses both at 2.5; empty rounds of 1.0 follow, the last from 19.5 to 20.5."""
+    gone = Dropout(share=1.0, at=2.5, back=20.0)
+    sim = simulator(
+        FedAvg(), [[1.0], [2.0]], availability=gone, stop=Stop(updates=4), manners=Manners(offline="abort")
+    )
+    assert [(row[0], row[1], row[2], row[3]) for row in log(sim)] == [
+        (0, 0, 0.0, 1.0),
+        (1, 0, 0.0, 2.0),
+        (0, 20, 20.5, 21.5),
+        (1, 20, 20.5, 22.5),
+    ]
+    assert sim.ended == "updates"
 
 
 def test_ace_holds_its_clients_until_all_were_heard() -> None:

@@ -135,16 +135,7 @@ class Server:
         )
         self.state.lapsed.clear()
         receipt = self.strategy.receive(self.state, borrowed)
-        gathering = self.state.gathering
-        later = update.task.client in self.state.lapsed  # counts from the next step on, as its model does
-        if gathering is not None and borrowed.statistics is not None:
-            gathering.lapse(self.state.lapsed)
-            if not later:
-                gathering.add(update.task, borrowed.statistics)
-        if receipt.stepped:
-            self._step_statistics()
-        if later and gathering is not None and borrowed.statistics is not None:
-            gathering.add(update.task, borrowed.statistics)
+        self._move_statistics(update.task, borrowed.statistics, receipt.stepped)
         if self.refines:
             refining: Any = self.strategy
             refining.refine(self.state, borrowed, self.distiller)
@@ -156,8 +147,8 @@ class Server:
         closing: Any = self.strategy
         before = self.version
         closing.close_round(self.state)
-        if self.version > before:
-            self._step_statistics()
+        if self.version > before and self.state.gathering is not None and self.state.statistics is not None:
+            self.state.gathering.step(self.state.statistics)
         return self.version
 
     def cancel(self, task: Task) -> None:
@@ -187,10 +178,18 @@ class Server:
         low, high = torch.aminmax(update.model)
         return "" if math.isfinite(float(low)) and math.isfinite(float(high)) else "not-finite"
 
-    def _step_statistics(self) -> None:
+    def _move_statistics(self, task: Task, fresh: Tensor | None, stepped: bool) -> None:
         state = self.state
-        if state.gathering is not None and state.statistics is not None:
+        if state.gathering is None or state.statistics is None or fresh is None:
+            return
+        state.gathering.lapse(state.lapsed)
+        later = task.client in state.lapsed  # counts from the next step on, as its model does
+        if not later:
+            state.gathering.add(task, fresh)
+        if stepped:
             state.gathering.step(state.statistics)
+        if later:
+            state.gathering.add(task, fresh)
 
     def _release(self, task: Task) -> None:
         del self.leases[task.number]

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from afield.core.errors import InputError
 from afield.core.protocols import Dispatcher
 from afield.core.types import Receipt, Task
-from afield.runtimes.simulator import CLOSE, FIRST, THEN, WAKE, Simulator
+from afield.runtimes.simulator import CLOSE, FIRST, THEN, WAKE, Flow, Simulator
 from afield.scenarios.schedulers import SampledStaleness
 
 
 @dataclass(slots=True)
-class FreeFlow:
-    """Whenever a client is idle and the scheduler picks it, it starts."""
+class Picked(Flow):
+    """Who starts is picked by a scheduler among the idle; everyone is idle at first."""
 
     dispatcher: Dispatcher
-    waiting: list[int] = field(default_factory=list)  # told to hold until the version rises
 
     def begin(self, sim: Simulator) -> None:
         for client in range(sim.scene.clients):
@@ -26,6 +25,13 @@ class FreeFlow:
     def fill(self, sim: Simulator) -> None:
         while (client := self.dispatcher.pick(sim.running)) is not None:
             sim.start_or_wait(client)
+
+
+@dataclass(slots=True)
+class FreeFlow(Picked):
+    """Whenever a client is idle and the scheduler picks it, it starts."""
+
+    waiting: list[int] = field(default_factory=list)  # told to hold until the version rises
 
     def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
         if hold and self.dispatcher.holds:
@@ -40,34 +46,20 @@ class FreeFlow:
         self.dispatcher.ready(client)
         self.fill(sim)
 
-    def closed(self, sim: Simulator, mark: int) -> None:
-        raise AssertionError("a free flow closes nothing")
-
     def stepped(self, sim: Simulator) -> None:
         for client in self.waiting:
             self.dispatcher.ready(client)
         self.waiting.clear()
         self.fill(sim)
 
-    def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
-        pass
-
 
 @dataclass(slots=True)
-class TickFlow:
+class TickFlow(Picked):
     """Delays in whole server iterations: every due update is received, then one step, then new tasks."""
 
-    dispatcher: Dispatcher
-
     def begin(self, sim: Simulator) -> None:
-        for client in range(sim.scene.clients):
-            self.dispatcher.ready(client)
-        self.fill(sim)
+        Picked.begin(self, sim)
         sim.push(1.0, THEN, CLOSE, 1)
-
-    def fill(self, sim: Simulator) -> None:
-        while (client := self.dispatcher.pick(sim.running)) is not None:
-            sim.start_or_wait(client)
 
     def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
         self.dispatcher.ready(client)  # starts after this tick's step
@@ -78,17 +70,12 @@ class TickFlow:
     def closed(self, sim: Simulator, mark: int) -> None:
         sim.server.close_round()
         self.fill(sim)
-        sim.push(mark + 1.0, THEN, CLOSE, mark + 1)
-
-    def stepped(self, sim: Simulator) -> None:
-        pass
-
-    def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
-        pass
+        if sim.lively():
+            sim.push(mark + 1.0, THEN, CLOSE, mark + 1)
 
 
 @dataclass(slots=True)
-class SampledFlow:
+class SampledFlow(Flow):
     """One client per version, from a version of drawn staleness; one version per unit of time.
 
     The draws are functions of the version, so at the birth of a version every task that starts from it is known
@@ -106,15 +93,6 @@ class SampledFlow:
             client, staleness = self.scheduler.draw(sim.scene, slot)
             if slot - staleness == version:
                 sim.dispatch(client, arrival=slot + 1.0)
-
-    def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
-        pass
-
-    def woke(self, sim: Simulator, client: int) -> None:
-        pass
-
-    def closed(self, sim: Simulator, mark: int) -> None:
-        raise AssertionError("sampled staleness closes nothing")
 
     def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
         if receipt is None or receipt.stepped:

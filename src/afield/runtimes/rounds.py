@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from afield.core.types import Receipt, Task
-from afield.runtimes.simulator import CLOSE, THEN, Simulator
+from afield.runtimes.simulator import CLOSE, THEN, Flow, Simulator
 from afield.scenarios.schedulers import Bernoulli, Cohort
 
 
 @dataclass(slots=True)
-class RoundFlow:
+class RoundFlow(Flow):
     """Participants start together; when the last has arrived (or at the deadline) the round closes."""
 
     scheduler: Bernoulli | Cohort
@@ -24,15 +24,10 @@ class RoundFlow:
         chosen = self.scheduler.participants(sim.scene, self.number, sim.online)
         self.members = {sim.dispatch(client).number for client in chosen}
         if not chosen:
-            sim.push(sim.now + self.scheduler.idle, THEN, CLOSE, self.number)
+            if not all(sim.gone(client, sim.now) for client in range(sim.scene.clients)):
+                sim.push(sim.now + self.scheduler.idle, THEN, CLOSE, self.number)
         elif self.scheduler.deadline is not None:
             sim.push(sim.now + self.scheduler.deadline, THEN, CLOSE, self.number)
-
-    def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
-        pass
-
-    def woke(self, sim: Simulator, client: int) -> None:
-        pass
 
     def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
         """The last one in ends the round, after every arrival of the same instant."""
@@ -49,6 +44,3 @@ class RoundFlow:
         self.number += 1
         if not sim.ended:
             self.begin(sim)
-
-    def stepped(self, sim: Simulator) -> None:
-        pass

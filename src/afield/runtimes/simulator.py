@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from afield.core.errors import InputError, one_of, within
 from afield.core.held import HeldDeltas
@@ -98,22 +98,26 @@ class Measurement:
         return {**row, **self.values}
 
 
-class Flow(Protocol):
+class Flow:
     """Decides who starts when: free-running, by ticks, by sampled staleness, or in rounds."""
 
-    def begin(self, sim: Simulator) -> None: ...
+    def begin(self, sim: Simulator) -> None:
+        raise NotImplementedError
 
-    def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None: ...  # it may train again
+    def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
+        """A client's task is over: it may train again."""
 
-    def woke(self, sim: Simulator, client: int) -> None: ...
+    def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
+        """An arrival was dealt with (None: the task was aborted)."""
 
-    def closed(self, sim: Simulator, mark: int) -> None: ...  # a CLOSE event that the flow had set
+    def stepped(self, sim: Simulator) -> None:
+        """The version rose."""
 
-    def stepped(self, sim: Simulator) -> None: ...  # the version rose
+    def woke(self, sim: Simulator, client: int) -> None:
+        """A WAKE event that was set for this client."""
 
-    def settled(
-        self, sim: Simulator, task: Task, receipt: Receipt | None
-    ) -> None: ...  # arrived (or aborted)
+    def closed(self, sim: Simulator, mark: int) -> None:
+        """A CLOSE event that the flow had set."""
 
 
 @dataclass(slots=True)
@@ -165,9 +169,8 @@ class Simulator:
         self.now = 0.0
         self.updates = 0
         self.bytes = 0
-        self.heap: list[
-            tuple[float, int, int, int, int]
-        ] = []  # time, order at that time, sequence, kind, what
+        # time, order at that time, sequence, kind, what
+        self.heap: list[tuple[float, int, int, int, int]] = []
         self.sequence = 0
         self.flights: dict[int, Flight] = {}
         self.untrained: dict[int, Flight] = {}
@@ -186,6 +189,10 @@ class Simulator:
 
     def online(self, client: int) -> bool:
         return self.presence(client, self.now)[0]
+
+    def gone(self, client: int, when: float) -> bool:
+        """Whether a client is offline at that instant and never comes back."""
+        return self.presence(client, when) == (False, math.inf)
 
     def push(self, when: float, order: int, kind: int, what: int) -> None:
         heapq.heappush(self.heap, (when, order, self.sequence, kind, what))
@@ -212,6 +219,10 @@ class Simulator:
         elif until < math.inf:
             self.push(until, FIRST, WAKE, client)
 
+    def lively(self) -> bool:
+        """Whether anything but measurements is still to come."""
+        return any(kind != MEASURE for _, _, _, kind, _ in self.heap)
+
     def cancel(self, number: int) -> None:
         flight = self.flights.pop(number)
         self.untrained.pop(number, None)
@@ -227,8 +238,9 @@ class Simulator:
             self.push(self.measuring.time, LAST, MEASURE, 1)
         self.flow.begin(self)
         while not self.ended:
-            if not self.heap or self.heap[0][0] == math.inf:
+            if not self.heap:
                 self.ended = "nobody is left"
+                self.now = self.now if self.stop.time is None else self.stop.time
                 break
             when, _, _, kind, what = heapq.heappop(self.heap)
             if self.stop.time is not None and when > self.stop.time:
@@ -254,9 +266,8 @@ class Simulator:
         elif kind == CLOSE:
             self.flow.closed(self, what)
         elif kind == MEASURE:
-            if (
-                what and self.measuring.time is not None
-            ):  # the next instant of the grid, without rounding error
+            if what and self.measuring.time is not None and self.lively():
+                # the next instant of the grid, by its number: steps of 0.1 would add up to 0.7999
                 self.push((what + 1) * self.measuring.time, LAST, MEASURE, what + 1)
             measurement = self._measure()
             yield measurement
@@ -271,9 +282,8 @@ class Simulator:
         task, result = flight.task, self.results.pop(number)
         del self.flights[number]
         server = self.server
-        fresh = (
-            self.manners.max_staleness is None or server.version - task.version <= self.manners.max_staleness
-        )
+        bound = self.manners.max_staleness
+        fresh = bound is None or server.version - task.version <= bound
         ahead = self.manners.reply == "before" and fresh
         if ahead:
             self.flow.freed(self, task.client, task.count, hold=False)
@@ -358,13 +368,9 @@ class Simulator:
             online, until = self.presence(client, when)
             if online and when + work <= until:
                 return when + work, True
-            if online and (self.manners.offline == "abort" or self._gone(client, until)):
+            if online and (self.manners.offline == "abort" or self.gone(client, until)):
+                # lost: also where it would be paused for ever
                 return until, False
             if online:
                 work -= until - when
             when = until
-
-    def _gone(self, client: int, when: float) -> bool:
-        """Whether a client that goes offline now never comes back: its task is lost, not paused for ever."""
-        online, until = self.presence(client, when)
-        return not online and until == math.inf
