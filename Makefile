@@ -6,7 +6,7 @@ BIN := .venv/bin
 # One thread per process: the models under test are small, and pytest runs two processes.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow bench lint clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS= $(BIN)/afield run
@@ -16,6 +16,10 @@ test: lint
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
+bench: .venv/installed
+	for name in fold events training peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import pickle
+from dataclasses import FrozenInstanceError, astuple, replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from playback import BATTERY, SIZE, frozen, play, same
 
 from afield.core.errors import InputError
 from afield.core.server import REFUSALS, Server
-from afield.core.types import Task, Update
+from afield.core.types import LocalResult, Receipt, Task, Update
 from afield.strategies import FedBuff, FedEcho, Scaffold
 
 
@@ -158,6 +159,36 @@ def test_a_correction_is_leased_with_the_task() -> None:
     assert torch.equal(leased, before)
     now = server.strategy.correction(server.state, 4)  # type: ignore[attr-defined]
     assert not torch.equal(now, before)
+
+
+def test_what_moves_is_frozen_however_it_was_made() -> None:
+    """Tasks, updates and receipts are filled as mutable twins: what comes out must be the real thing."""
+    server = Server(FedBuff(), torch.zeros(4), 2)
+    task = server.checkout(1, 2.5)
+    update = LocalResult(torch.ones(4), 3, 2, 0.1, {"loss": 1.5}, finite=True).answer(task, 4.0)
+    receipt = server.submit(update)
+    assert task == Task(0, 1, 0, 0, 2.5)
+    made = Update(task, update.model, None, 3, 2, 0.1, 4.0, {"loss": 1.5}, finite=True)
+    assert (type(update), repr(update)) == (Update, repr(made))
+    assert receipt == Receipt(0, 1, 0, 2.5, 4.0, 3, 16, 0, 1.0, False, 0)
+    for thing, name in ((task, "client"), (update, "examples"), (receipt, "version")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(thing, name, 9)
+        assert getattr(replace(thing, **{name: 9}), name) == 9
+    assert pickle.loads(pickle.dumps(receipt)) == receipt
+    assert hash(receipt) == hash(Receipt(*astuple(receipt)))
+
+
+@pytest.mark.parametrize("parameters", [4, 3])
+def test_a_copy_of_the_model_is_whole_and_ones_own(parameters: int) -> None:
+    initial = torch.arange(4.0)
+    server = Server(FedBuff(size=1), initial, 2, parameters=parameters)
+    fresh, buffer = server.model(), torch.full((4,), math.nan)
+    assert server.model(buffer) is buffer
+    for copy in (fresh, buffer):
+        assert torch.equal(copy, initial)
+        copy.zero_()
+    assert torch.equal(server.model(), initial)
 
 
 def test_journal_comes_before_the_fold_and_never_sees_what_is_refused() -> None:

@@ -15,10 +15,21 @@ from torch import Tensor
 from afield.core.errors import InputError
 from afield.core.keys import mix, noise
 from afield.core.server import Server
-from afield.core.table import BLOCK, CHUNK, PRECISIONS, ClientTable, dequantise, quantise
+from afield.core.table import (
+    BLOCK,
+    PRECISIONS,
+    ClientTable,
+    Wide,
+    advance,
+    chunks,
+    dequantise,
+    quantise,
+)
+from afield.core.table import CHUNK as PIECE
 from afield.core.types import Task, Update
-from afield.strategies import ACE, Scaffold
+from afield.strategies import ACE, FedAsync, Scaffold
 
+CHUNK = PIECE * torch.get_num_threads()
 SIZES = [1, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1]
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 fixed = settings(derandomize=True, deadline=None, max_examples=60)
@@ -37,8 +48,9 @@ def put(
 ) -> tuple[Tensor, Tensor]:
     """Exchange a row; the old and the new one as they were handed out, chunk by chunk."""
     old, new = torch.full_like(value, torch.nan), torch.full_like(value, torch.nan)
-    for part, before, after in table.exchange(task(client, count), seed, value, minus):
-        old[part], new[part] = before, after
+    for part, before, write in table.exchange(task(client, count), seed, value, minus):
+        old[part] = before
+        new[part] = write()
     return old, new
 
 
@@ -64,9 +76,11 @@ def test_old_and_new_are_what_the_row_says_before_and_after(size: int, precision
 @every_precision
 def test_parts_cover_the_row_once_and_fit_the_blocks(precision: str) -> None:
     table = ClientTable.like(vector(2 * CHUNK + 5), 1, precision)
-    parts = [(part.start, part.stop) for part, _, _ in table.exchange(task(0), 0, torch.zeros(2 * CHUNK + 5))]
+    value = torch.zeros(2 * CHUNK + 5)
+    parts = [(part.start, part.stop) for part, _, _ in table.exchange(task(0), 0, value)]
     assert parts == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
-    assert CHUNK % BLOCK == 0  # no block straddles two passes
+    assert parts == [(part.start, part.stop) for part in chunks(value)]
+    assert PIECE % BLOCK == 0  # no block straddles two passes
 
 
 @every_precision
@@ -75,8 +89,8 @@ def test_a_running_sum_of_what_is_handed_out_never_leaves_the_table(precision: s
     total = torch.zeros(100, dtype=torch.float64)
     for count in range(200):
         client = int(mix(5, count) % 4)
-        for part, old, new in table.exchange(task(client, count), 0, vector(100, count)):
-            total[part].add_(new).sub_(old)
+        for part, old, write in table.exchange(task(client, count), 0, vector(100, count)):
+            total[part].sub_(old).add_(write())
     rows = sum(table.row(client, torch.float64) for client in range(4))
     torch.testing.assert_close(total, rows, rtol=0, atol=1e-13)
 
@@ -115,15 +129,16 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
 def test_rows_never_written_cost_nothing() -> None:
-    size, clients = CHUNK, 2000  # 1 GB of float32
+    size, clients = 100_000, 10**8  # 40 TB of float32: more than a system promises, not only more than it has
     before = resident()
     table = ClientTable.like(torch.empty(size), clients)
     put(table, 7, vector(size))
-    put(table, 1234, vector(size))
-    for client in (0, 99, 1999):
+    put(table, 12345678, vector(size))
+    for client in (0, 99, clients - 1):
         table.row(client)
     assert resident() - before < 64 * 2**20
-    assert table.rows.nbytes > 10**9
+    assert len(table) == clients
+    assert [client for client in (0, 7, 99, 12345678) if table.has(client)] == [7, 12345678]
 
 
 def test_float64_passes_through() -> None:
@@ -152,9 +167,60 @@ def test_what_is_not_finite_never_enters(strategy: Any, bad: float) -> None:
     model = torch.zeros(2000)
     model[1500] = bad
     assert server.submit(Update(leased, model, None, 1)).refused == "not-finite"
-    assert not state.table.written.any()
+    assert not state.table.rows
     assert server.submit(Update(leased, torch.ones(2000), None, 1)).refused == ""
     assert state.table.has(1) and torch.isfinite(state.table.row(1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_finite_enters_whatever_its_sum(dtype: torch.dtype) -> None:
+    server = Server(FedAsync(), torch.zeros(2000, dtype=dtype), 3)
+    model = torch.full((2000,), torch.finfo(dtype).max, dtype=dtype)
+    assert torch.isinf(model.sum())
+    assert server.submit(Update(server.checkout(1, 0.0), model, None, 1)).refused == ""
+    model[::2] *= -1
+    model[7] = torch.nan
+    assert server.submit(Update(server.checkout(1, 0.0), model, None, 1)).refused == "not-finite"
+
+
+# -- passes over chunks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sum_takes_chunks_as_torch_would(size: int, dtype: torch.dtype) -> None:
+    """Bit for bit what mixed operations over whole vectors give, without their temporaries."""
+    one, other, total = vector(size).to(dtype), vector(size, 1).to(dtype), vector(size, 2, torch.float64)
+    kept = one.clone()
+    expected = total.clone().add_(one, alpha=0.7).sub_(other, alpha=0.2)
+    wide = Wide(total, one)
+    for part in chunks(total):
+        total[part].add_(wide(one[part]), alpha=0.7).sub_(wide(other[part]), alpha=0.2)
+    assert torch.equal(total, expected)
+    assert torch.equal(one, kept)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sum_moves_the_parameters_to_their_last_place(size: int, dtype: torch.dtype) -> None:
+    """Half a last place each for the sum as rounded, the step's factor and the parameters."""
+    params, total = vector(size).to(dtype), vector(size, 1, torch.float64)
+    exact, kept = params.double() + 0.3 * total, total.clone()
+    advance(params, total, 0.3)
+    bound = torch.finfo(dtype).eps / 2 * (2 * 0.3 * total.abs() + exact.abs()) * (1 + 1e-2)
+    assert ((params.double() - exact).abs() <= bound + (1e-15 if dtype == torch.float64 else 0)).all()
+    assert torch.equal(total, kept)
+
+
+def test_a_row_is_handed_out_as_stored_until_it_is_exchanged() -> None:
+    size = CHUNK + 3
+    for precision in PRECISIONS:
+        table = ClientTable.like(vector(size), 2, precision)
+        _, new = put(table, 0, vector(size, 1))
+        for part in chunks(new):
+            assert torch.equal(table.stored(0, part, torch.float32), new[part])
+            assert torch.equal(table.stored(0, part, torch.float64), new[part].double())
+            assert not table.stored(1, part, torch.float32).any()
 
 
 # -- bfloat16 -----------------------------------------------------------------------------------------------------
@@ -244,8 +310,8 @@ def test_int8_blocks_have_their_own_scale() -> None:
     assert float(error[CHUNK - BLOCK : CHUNK].max()) > 1.0
     assert float(error[: CHUNK - BLOCK].max()) < 0.05
     assert float(error[CHUNK:].max()) < 0.05
-    assert table.scales is not None and table.scales.shape == (1, CHUNK // BLOCK + 2)
-    assert table.rows.nbytes + table.scales.nbytes == len(value) + 4 * (CHUNK // BLOCK + 2)
+    assert table.scales[0].shape == (CHUNK // BLOCK + 2,)
+    assert table.rows[0].nbytes + table.scales[0].nbytes == len(value) + 4 * (CHUNK // BLOCK + 2)
 
 
 def test_int8_draws_go_on_from_one_pass_to_the_next() -> None:

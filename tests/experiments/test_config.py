@@ -255,7 +255,7 @@ def test_bad_tables(table: dict[str, Any], message: str) -> None:
     ("setting", "message"),
     [
         ("tagret=0.5", r"^tagret is not a key; did you mean 'target'\?$"),
-        ("variants=[]", r"^variants is not a key; choose from format, label, .*, seeds$"),
+        ("variants=[]", r"^variants is not a key; choose from format, label, .*, sweep$"),
         ("target.x=3", r"^target = 0\.8 is not a table; it has no key 'x'$"),
         ("seed=x", r'^seeds\[0\] = "x" is not a whole number$'),
         ("stop", r"^'stop' is not KEY=VALUE; write for example scenario\.delay\.mean=5$"),

@@ -52,7 +52,8 @@ def test_the_config_is_complete_and_says_what_a_rule_chose(tmp_path: Path) -> No
     written = config(tomllib.loads((tmp_path / "run" / "config.toml").read_text()))
     assert written.runtime.threads == 1  # 650 parameters: a second thread would cost more than it gives
     assert written.runtime.block == 256
-    assert replace(written, runtime=chosen.runtime) == chosen
+    assert written.training.method == "vmap"
+    assert replace(written, runtime=chosen.runtime, training=chosen.training) == chosen
 
 
 def test_the_model_loads_into_its_module(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import InputError
+from afield.core.keys import exponential
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.runtimes.simulate import _flow
-from afield.runtimes.simulator import Manners, Measurement, Measuring, Simulator, Stop
-from afield.scenarios.availability import Always, Dropout
+from afield.runtimes.simulator import ARRIVE, Measurement, Simulator
+from afield.runtimes.terms import Manners, Measuring, Stop
+from afield.scenarios.availability import Always, Dropout, OnOff
 from afield.scenarios.schedulers import (
     All,
     Bernoulli,
@@ -371,6 +373,59 @@ def test_blocks_of_any_size_give_the_same_log_and_model(block: int) -> None:
     assert log(cut) == log(plain)
     assert torch.equal(cut.server.model(), plain.server.model())
     assert max(len(b) for b in cut.trainer.blocks) <= block
+
+
+@dataclass
+class Earliest(Adds):
+    """Holds each block against its definition: the earliest arrivals in flight without a result, up to the limit."""
+
+    sim: Simulator | None = None
+
+    def train(self, tasks: Any, bases: Any, corrections: Any) -> list[LocalResult]:
+        sim = self.sim
+        assert sim is not None
+        horizon = math.inf if sim.stop.time is None else sim.stop.time
+        waiting = [
+            (when, sequence, what)
+            for when, _, sequence, kind, what in (*sim.heap, *sim.near)
+            if kind == ARRIVE and what in sim.flights and what not in sim.results and when <= horizon
+        ]
+        assert all(when >= sim.now for when, _, _ in waiting)
+        due = [tasks[0].number, *(number for _, _, number in sorted(waiting))]
+        assert [task.number for task in tasks] == due[: max(1, sim.block - len(sim.results))]
+        return super().train(tasks, bases, corrections)
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+@pytest.mark.parametrize(
+    ("scheduler", "manners"),
+    [
+        (Concurrency(20), Manners()),
+        (Concurrency(20), Manners(max_staleness=9, stale="restart")),
+        (CheckIn(pause=0.7, limit=15), Manners(offline="abort")),
+        (All(), Manners(reply="before")),
+    ],
+)
+def test_a_block_is_the_earliest_arrivals_of_what_is_in_flight(
+    scheduler: Any, manners: Manners, block: int
+) -> None:
+    trainer = Earliest()
+    sim = simulator(
+        FedAsync(),
+        [[exponential(client, count) for count in range(50)] for client in range(30)],
+        scheduler=scheduler,
+        availability=OnOff(on=5.0, off=1.0),
+        stop=Stop(time=15.0),
+        manners=manners,
+        measuring=Measuring(time=1.0),
+        trainer=trainer,
+        block=block,
+    )
+    trainer.sim = sim
+    arrivals = [row[3] for row in log(sim)]
+    assert arrivals == sorted(arrivals)
+    assert len(arrivals) > 50
+    assert max(len(found) for found in trainer.blocks) <= block
 
 
 def test_everything_in_flight_is_trained_in_one_call() -> None:

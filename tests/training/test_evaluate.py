@@ -87,7 +87,7 @@ def test_cuda_counts_like_the_cpu() -> None:
     module = passing()
     vector = Layout.of(module).flatten(module)
     here, there = (
-        Evaluate(module, SCORES, LABELS, 3, batch=2, device=name)(vector) for name in ("cpu", "cuda")
+        dict(Evaluate(module, SCORES, LABELS, 3, batch=2, device=name)(vector)) for name in ("cpu", "cuda")
     )
     assert here.pop("loss") == pytest.approx(there.pop("loss"), abs=1e-6)
     assert here == there

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from afield.core.errors import InputError
 from afield.core.flat import Layout
-from afield.core.keys import Stream, generator
+from afield.core.keys import Stream, mix
 from afield.core.types import LocalResult, Task
+from afield.training.draws import shuffled
 from afield.training.local import Local, LoopTrainer, batches, check_fits, loss_function
 from afield.training.models import Point, build
 
@@ -59,6 +60,25 @@ def trained(module: nn.Module, local: Local, client: int, **options: Any) -> Loc
     return trainer.train([task(client)], [flat(module)], [correction])[0]
 
 
+def shuffle(size: int, client: int, epoch: int) -> list[int]:
+    """The order of an epoch of the first task: sorted by a hash of 64 bits, in Python's own integers."""
+    word = (1 << 64) - 1
+
+    def signed(value: int) -> int:
+        value &= word
+        return value - (1 << 64) if value >> 63 else value
+
+    key = signed((mix(SEED, client, 0, Stream.BATCHES) >> 1) + epoch * 0x1E3779B97F4A7C15)
+
+    def rank(place: int) -> int:
+        x = signed(signed((place ^ (key & 0x7FFFFFFFFFFF)) * 0x5851F42D4C957F2D) + (key >> 17))
+        x = signed((x ^ ((x >> 29) & 0x7FFFFFFFF)) * 0x14057B7EF767814F)
+        x = signed((x ^ ((x >> 32) & 0xFFFFFFFF)) * 0x5851F42D4C957F2D)
+        return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
+
+    return sorted(range(size), key=rank)
+
+
 def reference(
     module: nn.Module,
     client: int,
@@ -71,9 +91,7 @@ def reference(
     module, data, losses = copy.deepcopy(module).train(), Rows(), []
     optimiser = make([p for p in module.parameters() if p.requires_grad])
     for epoch in range(epochs):
-        order = torch.randperm(
-            len(data.inputs[client]), generator=generator(SEED, client, 0, Stream.BATCHES, epoch)
-        )
+        order = torch.tensor(shuffle(len(data.inputs[client]), client, epoch))
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
             loss = functional.cross_entropy(module(data.inputs[client][rows]), data.targets[client][rows])
@@ -92,8 +110,7 @@ def test_batches_cover_every_epoch_and_keep_the_short_one() -> None:
     assert [len(part) for part in given] == [4, 4, 2, 4, 4, 2]
     assert sorted(torch.cat(given[:3]).tolist()) == sorted(torch.cat(given[3:]).tolist()) == list(range(10))
     assert torch.cat(given[:3]).tolist() != torch.cat(given[3:]).tolist()
-    first = torch.randperm(10, generator=generator(SEED, 0, 0, Stream.BATCHES, 0))
-    assert torch.equal(given[0], first[:4])
+    assert torch.cat(given).tolist() == shuffle(10, 0, 0) + shuffle(10, 0, 1)
 
 
 def test_steps_go_on_through_epochs_and_override_them() -> None:
@@ -101,6 +118,15 @@ def test_steps_go_on_through_epochs_and_override_them() -> None:
     by_steps = batches(Local(epochs=9, steps=7, batch=4), 0, 10, (SEED, 0, 0))
     assert len(by_steps) == 7
     assert all(torch.equal(a, b) for a, b in zip(by_epochs, by_steps, strict=False))
+
+
+def test_shuffles_are_even() -> None:
+    """Each of the 24 orders of 4 comes up about as often: chi squared of 23 degrees, 99.9 % below 49.7."""
+    keys = torch.tensor([mix(number) >> 1 for number in range(4800)])
+    orders = shuffled(keys, 1, torch.full_like(keys, 4), 4)[:, 0]
+    counts = torch.unique(orders, dim=0, return_counts=True)[1].double()
+    assert len(counts) == 24
+    assert float(((counts - 200) ** 2 / 200).sum()) < 49.7
 
 
 def test_batches_depend_on_every_word_of_the_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.markup import escape
@@ -14,10 +15,22 @@ from rich.progress import Progress as Bars
 from afield.cli.screen import screen
 from afield.core.types import Receipt
 from afield.experiments.config import Config
-from afield.runtimes.simulator import Measurement, Stop
+from afield.runtimes.simulator import Measurement
+from afield.runtimes.terms import Stop
 
 REFRESH = 0.1  # seconds between redraws: drawing every receipt would cost more than the run
 LINES = 5  # plain lines per run
+
+
+@dataclass(slots=True)
+class _State:
+    """What was last heard of one run."""
+
+    began: float
+    shown: int = 0
+    updates: int = 0
+    staleness: float = 0.0
+    accuracy: float | None = None
 
 
 class Progress:
@@ -42,11 +55,8 @@ class Progress:
             id(run): self._bars.add_task(escape(self._names[id(run)]), total=1.0, state="", start=False)
             for run in runs
         }
-        self._began = self._drawn = 0.0
-        self._current = -1
-        self._shown = self._updates = 0
-        self._accuracy: float | None = None
-        self._staleness = 0.0
+        self._drawn = 0.0
+        self._states: dict[int, _State] = {}
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -58,31 +68,30 @@ class Progress:
         self._bars.stop()
 
     def show(self, config: Config, row: Receipt | Measurement) -> None:
-        if self._current != id(config):
-            self._current, self._shown, self._updates = id(config), 0, 0
-            self._staleness, self._accuracy = 0.0, None
-            self._began = time.perf_counter()
+        if id(config) not in self._states:  # several may go on at once
+            self._states[id(config)] = _State(time.perf_counter())
             self._bars.start_task(self._tasks[id(config)])
+        state = self._states[id(config)]
         if isinstance(row, Measurement):
-            self._accuracy = row.values.get("accuracy", self._accuracy)
-            now, self._updates = row.time, row.updates
+            state.accuracy = row.values.get("accuracy", state.accuracy)
+            now, state.updates = row.time, row.updates
         else:
-            self._staleness += 0.02 * (row.staleness - self._staleness)
-            now, self._updates = row.arrived, self._updates + (not row.refused)
+            state.staleness += 0.02 * (row.staleness - state.staleness)
+            now, state.updates = row.arrived, state.updates + (not row.refused)
         moment = time.perf_counter()
         if moment - self._drawn < REFRESH and not isinstance(row, Measurement):
             return
         self._drawn = moment
-        share = _share(config.stop, now, self._updates, row.version)
-        rate = row.version / max(moment - self._began, 1e-6)
+        share = _share(config.stop, now, state.updates, row.version)
+        rate = row.version / max(moment - state.began, 1e-6)
         words = ("v", "stale", "acc") if self._live else ("version", "staleness", "accuracy")
-        state = f"t {now:.1f}  {words[0]} {row.version} ({rate:.0f}/s)  {words[1]} {self._staleness:.1f}"
-        if self._accuracy is not None:
-            state += f"  {words[2]} {100 * self._accuracy:.1f} %"
-        self._bars.update(self._tasks[id(config)], completed=share, state=state)
-        if not self._live and share * LINES >= self._shown + 1:
-            self._shown = int(share * LINES)
-            print(f"{self._names[id(config)]}  {100 * share:3.0f} %  {state}", flush=True)
+        text = f"t {now:.1f}  {words[0]} {row.version} ({rate:.0f}/s)  {words[1]} {state.staleness:.1f}"
+        if state.accuracy is not None:
+            text += f"  {words[2]} {100 * state.accuracy:.1f} %"
+        self._bars.update(self._tasks[id(config)], completed=share, state=text)
+        if not self._live and share * LINES >= state.shown + 1:
+            state.shown = int(share * LINES)
+            print(f"{self._names[id(config)]}  {100 * share:3.0f} %  {text}", flush=True)
 
     def done(self, config: Config, ended: str) -> None:
         self._bars.update(self._tasks[id(config)], completed=1.0)

@@ -17,6 +17,7 @@ from afield.experiments.config import Experiment, experiment, presets, read
 from afield.experiments.folder import check_new
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
+from afield.experiments.sweep import prepare_all, run_together
 from afield.reports import load, tables
 from afield.scenarios.data import Quadratic
 
@@ -110,10 +111,19 @@ def _check(chosen: Experiment, folder: Path) -> list[Path]:
 
 def _run_all(chosen: Experiment, places: list[Path]) -> None:
     with Progress(chosen.runs) as progress:
+        if chosen.sweep.together:
+            runs = prepare_all(chosen.runs)
+            with closing(run_together(runs, places)) as numbered:
+                for number, row in numbered:
+                    progress.show(chosen.runs[number], row)
+            for prepared, config in zip(runs, chosen.runs, strict=True):
+                progress.done(config, prepared.simulator.ended)
+            return
         for config, place in zip(chosen.runs, places, strict=True):
             prepared = prepare(config)
-            runtime = prepared.config.runtime
-            log.info("%s: %s threads, blocks of at most %s", config.label, runtime.threads, runtime.block)
+            runtime, method = prepared.config.runtime, prepared.config.training.method
+            text = "%s: trained by %s, %s threads, blocks of at most %s"
+            log.info(text, config.label, method, runtime.threads, runtime.block)
             with closing(run_one(prepared, place)) as rows:  # closed also when interrupted between rows
                 for row in rows:
                     progress.show(config, row)

@@ -35,6 +35,9 @@ class Strategy(Protocol):
 class Trainer(Protocol):
     """Local training of any number of tasks at once; a result never depends on which others are in the call."""
 
+    @property
+    def method(self) -> str: ...  # how it is computed: a name for the run's config
+
     def train(
         self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
     ) -> Sequence[LocalResult]: ...
@@ -57,6 +60,19 @@ class Data(Protocol):
     def sizes(self) -> Sequence[int]: ...  # examples per client
 
     def batch(self, client: int, positions: Tensor) -> tuple[Any, Tensor]: ...  # inputs and targets
+
+
+class Pool(Data, Protocol):
+    """The clients' data as indices into one pool of tensors: what training many clients at once wants."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    @property
+    def parts(self) -> Sequence[Tensor]: ...  # per client, its examples in the pool
 
 
 class Delay(Protocol):
@@ -96,7 +112,7 @@ class Scheduler(Protocol):
 
 
 class Evaluator(Protocol):
-    """Measures a model (a whole vector)."""
+    """Measures a model (a whole vector). What is no dict is a mapping that may have to wait when it is read."""
 
     def __call__(self, model: Tensor) -> Mapping[str, Any]: ...
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from afield.core.errors import InputError, within
+from afield.core.flat import finite
 from afield.core.protocols import Distiller, Journal, Strategy
 from afield.core.statistics import Gathering
-from afield.core.types import Receipt, ServerState, Task, Update
+from afield.core.types import OpenTask, OpenUpdate, Receipt, ServerState, Task, Update
 from afield.core.versions import Versions
 
 REFUSALS = {
@@ -65,6 +66,7 @@ class Server:
         self.max_staleness = max_staleness
         self.distiller = distiller
         self.journal = journal
+        self.corrects = hasattr(strategy, "correction")
         self.refines = hasattr(strategy, "refine")
         if self.refines and distiller is None:
             raise InputError(
@@ -88,24 +90,28 @@ class Server:
     def model(self, out: Tensor | None = None) -> Tensor:
         """A copy of the whole current vector."""
         state = self.state
+        if state.statistics is None:  # one call of torch, not three: 1 us instead of 4 for a small model
+            return state.params.clone() if out is None else out.copy_(state.params)
         if out is None:
             out = torch.empty(self.size, dtype=state.params.dtype, device=state.params.device)
         out[: self.parameters] = state.params
-        if state.statistics is not None:
-            out[self.parameters :] = state.statistics
+        out[self.parameters :] = state.statistics
         return out
 
     def checkout(self, client: int, now: float, version: int | None = None) -> Task:
         """Hand out a task: leases the newest version (or one still leased), and a correction if there is one."""
         if not 0 <= client < self.clients:
             raise InputError(f"client {client} is unknown: clients are 0 .. {self.clients - 1}")
-        chosen = self.version if version is None else version
-        base = self.versions.lease(chosen, self.version, self.model)
+        newest = self.state.version
+        chosen = newest if version is None else version
+        base = self.versions.lease(chosen, newest, self.model)
         count = self.counts.get(client, 0)
-        task = Task(self.issued, client, count, chosen, now)
+        task = OpenTask(self.issued, client, count, chosen, now)
+        task.__class__ = Task
         correction = None
-        if hasattr(self.strategy, "correction"):
-            correction = self.strategy.correction(self.state, client)
+        if self.corrects:
+            correcting: Any = self.strategy
+            correction = correcting.correction(self.state, client)
         self.leases[task.number] = Lease(task, base, correction)
         self.counts[client] = count + 1
         self.issued += 1
@@ -120,22 +126,16 @@ class Server:
 
     def submit(self, update: Update) -> Receipt:
         """Guard, journal, fold, release."""
-        staleness = self.version - update.task.version
+        staleness = self.state.version - update.task.version
         if reason := self._refusal(update, staleness):
             return Receipt.of(update, staleness, 0.0, False, self.version, refused=reason)
         if self.journal is not None:
             self.journal.append(update)
-        lease = self.leases[update.task.number]
-        borrowed = replace(
-            update,
-            model=update.model[: self.parameters],
-            base=lease.base[: self.parameters] if self.strategy.uses_base else None,
-            statistics=update.model[self.parameters :] if self.parameters < self.size else None,
-            correction=lease.correction,
-        )
+        borrowed = self._borrowed(update)
         self.state.lapsed.clear()
         receipt = self.strategy.receive(self.state, borrowed)
-        self._move_statistics(update.task, borrowed.statistics, receipt.stepped)
+        if borrowed.statistics is not None:
+            self._move_statistics(update.task, borrowed.statistics, receipt.stepped)
         if self.refines:
             refining: Any = self.strategy
             refining.refine(self.state, borrowed, self.distiller)
@@ -162,7 +162,7 @@ class Server:
         lease = self.leases.get(task.number)
         if lease is None:
             return "closed" if 0 <= task.number < self.issued else "never-leased"
-        if lease.task != task:
+        if lease.task is not task and lease.task != task:  # a simulation hands back the very object
             return "never-leased"
         if update.model.shape != (self.size,):
             return "wrong-length"
@@ -174,14 +174,36 @@ class Server:
             return "no-steps"  # control variates divide by both
         if self.max_staleness is not None and staleness > self.max_staleness:
             return "too-stale"
-        # one pass; NaN and Inf both surface in the extremes (isfinite().all() took 100 times as long)
-        low, high = torch.aminmax(update.model)
-        return "" if math.isfinite(float(low)) and math.isfinite(float(high)) else "not-finite"
+        known = update.finite
+        return "" if (finite(update.model) if known is None else known) else "not-finite"
 
-    def _move_statistics(self, task: Task, fresh: Tensor | None, stepped: bool) -> None:
+    def _borrowed(self, update: Update) -> Update:
+        """The update as the strategy sees it: its own part of the vectors, and what was leased with the task."""
+        lease = self.leases[update.task.number]
+        model, statistics = update.model, None
+        base = lease.base if self.strategy.uses_base else None
+        if self.parameters < self.size:  # a slice costs 1.5 us, even of the whole
+            model, statistics = model[: self.parameters], model[self.parameters :]
+            base = None if base is None else base[: self.parameters]
+        borrowed = OpenUpdate(
+            update.task,
+            model,
+            base,
+            update.examples,
+            update.steps,
+            update.rate,
+            update.arrived,
+            update.metrics,
+            statistics,
+            lease.correction,
+            update.finite,
+        )
+        borrowed.__class__ = Update
+        return borrowed
+
+    def _move_statistics(self, task: Task, fresh: Tensor, stepped: bool) -> None:
         state = self.state
-        if state.gathering is None or state.statistics is None or fresh is None:
-            return
+        assert state.gathering is not None and state.statistics is not None
         state.gathering.lapse(state.lapsed)
         later = task.client in state.lapsed  # counts from the next step on, as its model does
         if not later:

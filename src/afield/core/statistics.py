@@ -59,10 +59,10 @@ class Gathering:
             self.count += 1
         else:
             counted = bool(self.counts[task.client])
-            for part, old, new in self.table.exchange(task, 0, statistics):
-                self.total[part].add_(new)
+            for part, old, write in self.table.exchange(task, 0, statistics):
                 if counted:
                     self.total[part].sub_(old)
+                self.total[part].add_(write())
             self.counts[task.client] = True
             self.count += not counted
 

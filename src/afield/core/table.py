@@ -1,9 +1,10 @@
-"""ClientTable: one vector per client, and the one-pass exchange of a row that keeps sums exact."""
+"""One pass over cache-sized chunks, and ClientTable: one vector per client, exchanged in such a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +16,73 @@ from afield.core.types import Task
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 BLOCK = 1024  # elements that share one int8 scale: 8.03 bits an element
-CHUNK = 128 * BLOCK  # elements per pass: 512 KB of float32 stay in the second-level cache
+# Elements per thread and chunk: the 1.5 MB that an exchange touches of them stay in a core's second-level cache
+# (twice as many took 1.2 times as long). A GPU has no such cache to keep: long chunks, few launches.
+CHUNK = 48 * BLOCK
+LAUNCH = 8192 * BLOCK
+
+# A chunk of a row as stored, and the call that puts the new row in its place and gives that.
+Exchange = tuple[slice, Tensor, Callable[[], Tensor]]
+
+
+def chunks(vector: Tensor) -> Iterator[slice]:
+    """The parts of a vector in order, each as long as torch's threads can keep in their caches."""
+    length, width = _length(vector), vector.numel()
+    for start in range(0, width, length):
+        yield slice(start, min(start + length, width))
+
+
+def parts(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The chunks of several vectors side by side; what fits into one is handed out as it is, unsliced (1 us each)."""
+    if vectors[0].numel() <= _length(vectors[0]):
+        yield vectors
+        return
+    for part in chunks(vectors[0]):
+        yield tuple(vector[part] for vector in vectors)
+
+
+def _length(vector: Tensor) -> int:
+    return CHUNK * torch.get_num_threads() if vector.is_cpu else LAUNCH
+
+
+class Wide:
+    """Casts chunks from the type of the parameters to that of a (float64) sum: each cast overwrites the last.
+
+    torch's CPU kernels cast mixed operands through temporaries of their own: for 11.2 M elements float64 +=
+    float32 took 3 times as long as this way, float32 += float64 10 times.
+    """
+
+    def __init__(self, total: Tensor, params: Tensor) -> None:
+        self.length = min(_length(total), total.numel())
+        self.room = total.new_empty(self.length)
+        self.narrow = self.room.view(params.dtype)  # the same memory
+        self.needed = total.is_cpu and total.dtype != params.dtype
+
+    def __call__(self, chunk: Tensor) -> Tensor:
+        return self.blank(chunk).copy_(chunk) if self.needed else chunk
+
+    def blank(self, chunk: Tensor) -> Tensor:
+        """The buffer, as long as this chunk, with anything in it."""
+        count = chunk.numel()
+        return self.room if count == self.length else self.room[:count]
+
+    def add(self, params: Tensor, total: Tensor, alpha: float) -> None:
+        """A chunk of params += alpha total. The total is rounded to the type of params; the sum itself is not."""
+        if self.needed:
+            total = self.narrow[: params.numel()].copy_(total)
+        params.add_(total, alpha=alpha)
+
+
+def advance(params: Tensor, total: Tensor, alpha: float) -> None:
+    """params += alpha total, a (float64) sum."""
+    wide = Wide(total, params)
+    for part in chunks(params):
+        wide.add(params[part], total[part], alpha)
 
 
 @dataclass(slots=True)
 class ClientTable:
-    """One row per client. Rows never written read as `initial` (None: zeros) and cost no memory.
+    """One row per client. Rows never written read as `initial` (None: zeros) and take no memory.
 
     "float32" stores rows in the type of the parameters (float64 where a test runs in float64), "bfloat16"
     and "int8" (per-block symmetric, stochastic rounding, unbiased) store less. Whatever is stored is what
@@ -29,10 +91,12 @@ class ClientTable:
     """
 
     precision: str
-    rows: Tensor
-    scales: Tensor | None  # int8 only: one per block
-    written: Tensor
+    clients: int
+    width: int
+    blank: Tensor  # no elements: the type and the device of a row
     initial: Tensor | None
+    rows: dict[int, Tensor] = field(default_factory=dict)  # those written
+    scales: dict[int, Tensor] = field(default_factory=dict)  # int8 only: one per block
 
     @classmethod
     def like(
@@ -40,79 +104,75 @@ class ClientTable:
     ) -> ClientTable:
         one_of("precision", precision, PRECISIONS)
         within("clients", clients, 1, float("inf"))
-        width, device = vector.numel(), vector.device
         kind = {"float32": vector.dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[precision]
-        # empty, not zeros: the system hands out pages only when a row is written
-        rows = torch.empty(clients, width, dtype=kind, device=device)
-        blocks = -(-width // BLOCK)
-        scales = torch.empty(clients, blocks, device=device) if precision == "int8" else None
-        return cls(
-            precision=precision,
-            rows=rows,
-            scales=scales,
-            written=torch.zeros(clients, dtype=torch.bool),
-            initial=initial,
-        )
+        blank = vector.new_empty(0, dtype=kind)
+        return cls(precision=precision, clients=clients, width=vector.numel(), blank=blank, initial=initial)
 
     def __len__(self) -> int:
-        return self.rows.shape[0]
+        return self.clients
 
     def has(self, client: int) -> bool:
         """Whether this client's row was ever written."""
-        return bool(self.written[client])
+        return client in self.rows
 
     def exchange(
         self, task: Task, seed: int, value: Tensor, minus: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Replace the row of the task's client by `value - minus`, a cache-sized chunk at a time.
+    ) -> Iterator[Exchange]:
+        """Replace the row of the task's client by `value - minus`, in place, a cache-sized chunk at a time.
 
-        Yields (chunk, old, new) as stored, to be folded before the next chunk and not kept or written to.
+        Yields (chunk, old, write): `old` is to be used before `write()`, which gives the new one, to be used
+        before the next chunk. Both are as stored, and not to be written to.
         """
         client = task.client
-        first = not self.has(client)
-        key = mix(seed, client, task.count, Stream.QUANTISE) if self.precision == "int8" else 0
-        width = self.rows.shape[1]
-        for start in range(0, width, CHUNK):
-            part = slice(start, min(start + CHUNK, width))
-            fresh = value[part] if minus is None else value[part] - minus[part]
-            old = self._initial(part, fresh) if first else self._decode(client, part, fresh.dtype)
-            if self.rows.dtype == fresh.dtype:
-                yield part, old, fresh
-                self.rows[client, part] = fresh  # after the fold: `old` is a view of the row
-            else:
-                new = self._encode(client, part, fresh, key)
-                yield part, old, new
-        self.written[client] = True
+        row, scales = self.rows.get(client), self.scales.get(client)
+        in_place = row is not None and row.dtype == value.dtype
+        if row is None:
+            row = self.blank.new_empty(self.width)
+            if self.precision == "int8":
+                scales = self.blank.new_empty(-(-self.width // BLOCK), dtype=torch.float32)
+        key = mix(seed, client, task.count, Stream.QUANTISE) if scales is not None else 0
+        for part in chunks(value):
+            place, scale = row[part], None if scales is None else scales[_blocks(part)]
+            less = None if minus is None else minus[part]
+            write = partial(_write, place, scale, value[part], less, key, part.start)
+            yield part, place if in_place else self.stored(client, part, value.dtype), write
+        self.rows[client] = row
+        if scales is not None:
+            self.scales[client] = scales
+
+    def stored(self, client: int, part: slice, dtype: torch.dtype) -> Tensor:
+        """A part of a row (from a block's start) as stored: borrowed, and until the next exchange only."""
+        row = self.rows.get(client)
+        if row is None:
+            if self.initial is not None:
+                return self.initial[part].to(dtype)
+            return self.blank.new_zeros(part.stop - part.start, dtype=dtype)
+        if self.precision != "int8":
+            return row[part].to(dtype)
+        return dequantise(row[part], self.scales[client][_blocks(part)]).to(dtype)
 
     def row(self, client: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of one row as stored."""
-        whole = slice(0, self.rows.shape[1])
-        if not self.has(client):
-            unwritten = self._initial(whole, torch.empty(0, dtype=dtype, device=self.rows.device))
-            return unwritten.to(dtype, copy=True)
-        return self._decode(client, whole, dtype).clone()
+        return self.stored(client, slice(0, self.width), dtype).clone()
 
-    def _initial(self, part: slice, like: Tensor) -> Tensor:
-        if self.initial is not None:
-            return self.initial[part]
-        return torch.zeros(part.stop - part.start, dtype=like.dtype, device=like.device)
 
-    def _decode(self, client: int, part: slice, dtype: torch.dtype) -> Tensor:
-        stored = self.rows[client, part]
-        if self.scales is None:
-            return stored.to(dtype)
-        scale = self.scales[client, part.start // BLOCK : -(-part.stop // BLOCK)]
-        return dequantise(stored, scale).to(dtype)
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
 
-    def _encode(self, client: int, part: slice, fresh: Tensor, key: int) -> Tensor:
-        if self.scales is None:
-            self.rows[client, part] = fresh
-            return self.rows[client, part].to(fresh.dtype)
-        draws = noise(key, part.start, fresh.numel(), fresh.device)
-        codes, scale = quantise(fresh, draws)
-        self.rows[client, part] = codes
-        self.scales[client, part.start // BLOCK : -(-part.stop // BLOCK)] = scale
-        return dequantise(codes, scale).to(fresh.dtype)
+
+def _write(
+    row: Tensor, scales: Tensor | None, value: Tensor, minus: Tensor | None, key: int, start: int
+) -> Tensor:
+    """row <- value - minus, these elements from `start` on; what is stored of it."""
+    if scales is None and row.dtype == value.dtype:
+        return row.copy_(value) if minus is None else torch.sub(value, minus, out=row)
+    fresh = value if minus is None else value - minus
+    if scales is None:
+        return row.copy_(fresh).to(fresh.dtype)
+    codes, scale = quantise(fresh, noise(key, start, fresh.numel(), fresh.device))
+    row.copy_(codes)
+    scales.copy_(scale)
+    return dequantise(codes, scale).to(fresh.dtype)
 
 
 def quantise(values: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

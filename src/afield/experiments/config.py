@@ -7,7 +7,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from afield.core.errors import InputError, closest, one_of, within
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.codec import Table, assign, decode, dumps, encode, merge
-from afield.runtimes.simulator import Manners, Measuring, Stop
+from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import AVAILABILITIES, Always
 from afield.scenarios.data import DATA, Dataset, Digits
 from afield.scenarios.delays import DELAYS, Speeds
@@ -23,11 +23,12 @@ from afield.scenarios.partition import PARTITIONS, Dirichlet
 from afield.scenarios.schedulers import ROUNDS, SCHEDULERS, All, Cohort
 from afield.strategies import STRATEGIES, FedBuff
 from afield.strategies.staleness import STALENESS, Staleness
+from afield.training.choose import Training
 from afield.training.local import Local
 from afield.training.models import MODELS, Mlp, Model
 
 FORMAT = 1
-OWN = ("name", "figure", "target", "seeds")  # keys of an experiment, beside those of its runs
+OWN = ("name", "figure", "target", "seeds", "sweep")  # keys of an experiment, beside those of its runs
 INTERFACE = ("uses_base", "whole", "init", "receive")  # what a strategy has
 
 
@@ -104,6 +105,7 @@ class Config:
     strategy: Strategy = FedBuff()
     model: Model = Mlp()
     local: Local = Local()
+    training: Training = Training()
     scenario: Scenario = Scenario()
     server: Manners = Manners()
     measure: Measuring = Measuring(versions=10)
@@ -124,6 +126,13 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """How the runs of an experiment go: one after the other, or together, in common blocks (experiments/sweep.py)."""
+
+    together: bool = False
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Several runs that belong together: variants times seeds of one table, and the picture they make."""
 
@@ -131,6 +140,7 @@ class Experiment:
     figure: str = "accuracy"
     target: float | None = None
     seeds: tuple[int, ...] = (0,)
+    sweep: Sweep = Sweep()
     runs: tuple[Config, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -201,7 +211,7 @@ def experiment(
         merged.setdefault("label", _name_of(merged).rpartition(":")[2])
         runs += [config({**merged, "seed": number}) for number in group.seeds]
     _check_labels(runs)
-    return Experiment(group.name, group.figure, group.target, group.seeds, tuple(runs))
+    return replace(group, runs=tuple(runs))
 
 
 def config(table: Mapping[str, Any]) -> Config:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from afield.experiments.folder import RunFolder
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
 from afield.scenarios.data import ClientData, Dataset
+from afield.training.block import BlockTrainer
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import build
@@ -35,21 +37,23 @@ class Prepared:
     simulator: Simulator
 
 
-def prepare(config: Config) -> Prepared:
-    """Load the data, deal it out, build the model, wire the simulator; bad input ends here."""
+def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepared:
+    """Load the data, deal it out, build the model, wire the simulator; bad input ends here.
+
+    `kin` remembers the trainers of runs that are to be trained together: those that fit share one engine.
+    """
     scenario = config.scenario
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
-    dataset = _load(cast(Any, scenario.data), config.seed)
+    source = cast(Any, scenario.data)
+    dataset = _load(source, config.seed if getattr(source, "keyed", True) else 0)
     parts, targets = scenario.partition.split(dataset.targets, scenario.clients, config.seed)
     data = ClientData(dataset.inputs, targets, parts)
     module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
-    count = config.runtime.threads or thread_count(layout.size)
     block = config.runtime.block or block_limit(layout.size)
-    config = replace(config, runtime=replace(config.runtime, threads=count, block=block))
     evaluator = Evaluate(
         module,
         dataset.test_inputs,
@@ -58,7 +62,13 @@ def prepare(config: Config) -> Prepared:
         dataset.loss,
         groups=_groups(config, dataset, data),
         device=device,
+        precision=config.training.precision,
+        channels_last=config.training.channels_last,
     )
+    # a label that a partition has changed makes another pool
+    pool = (id(dataset.inputs), id(targets) if targets is not dataset.targets else 0)
+    key = (pool, dataset.loss, config.model, config.local, config.training, device)
+    by = kin[key].sibling(data, config.seed) if kin is not None and key in kin else None
     simulator = assemble(
         config.strategy,
         module,
@@ -74,32 +84,52 @@ def prepare(config: Config) -> Prepared:
         loss=dataset.loss,
         measuring=config.measure,
         manners=config.server,
+        training=config.training,
+        by=by,
         seed=config.seed,
         block=block,
         device=device,
+    )
+    if kin is not None and isinstance(simulator.trainer, BlockTrainer):
+        kin.setdefault(key, simulator.trainer)
+    method = simulator.trainer.method
+    count = config.runtime.threads or thread_count(layout.size, method)
+    config = replace(
+        config,
+        training=config.training.by(method),
+        runtime=replace(config.runtime, threads=count, block=block),
     )
     return Prepared(config, module, simulator)
 
 
 def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
     """Run into a new folder, yielding each row after it was written."""
-    config, simulator = prepared.config, prepared.simulator
-    written = RunFolder(folder, config.toml())
+    with written(prepared, folder) as write, threads(prepared.config.runtime.threads or 1):
+        for row in prepared.simulator.rows():
+            write(row)
+            yield row
+
+
+@contextmanager
+def written(prepared: Prepared, folder: Path) -> Generator[Callable[[Receipt | Measurement], None]]:
+    """A new run folder: gives a function that takes its rows; ends with the model where the run came to its end."""
+    into = RunFolder(folder, prepared.config.toml())
+
+    def write(row: Receipt | Measurement) -> None:
+        if isinstance(row, Measurement):
+            into.metric(row.row())
+        else:
+            into.receipt(row)
+
     finished = False
     try:
-        with threads(config.runtime.threads or 1):
-            for row in simulator.rows():
-                if isinstance(row, Measurement):
-                    written.metric(row.row())
-                else:
-                    written.receipt(row)
-                yield row
+        yield write
         finished = True
     finally:
         module = prepared.module
         if finished:
-            Layout.of(module).load(simulator.server.model().cpu(), module)
-        written.close(module if finished else None)
+            Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
+        into.close(module if finished else None)
 
 
 @lru_cache(maxsize=1)

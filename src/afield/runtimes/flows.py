@@ -23,7 +23,7 @@ class Picked(Flow):
         self.fill(sim)
 
     def fill(self, sim: Simulator) -> None:
-        while (client := self.dispatcher.pick(sim.running)) is not None:
+        while (client := self.dispatcher.pick(len(sim.flights))) is not None:
             sim.start_or_wait(client)
 
 

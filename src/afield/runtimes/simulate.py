@@ -16,22 +16,25 @@ from torch.utils import data as torch_data
 
 from afield.core.errors import InputError, closest
 from afield.core.flat import Layout
-from afield.core.protocols import Availability, Data, Delay, Evaluator, Scheduler, Strategy
+from afield.core.protocols import Availability, Data, Delay, Evaluator, Scheduler, Strategy, Trainer
 from afield.core.server import Server
 from afield.core.types import Receipt, Scene
 from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
 from afield.runtimes.rounds import RoundFlow
-from afield.runtimes.simulator import Flow, Manners, Measurement, Measuring, Simulator, Stop
+from afield.runtimes.simulator import Flow, Measurement, Simulator
+from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import Always
 from afield.scenarios.data import ClientData, ListedData, client_data, pooled
 from afield.scenarios.delays import Constant
 from afield.scenarios.schedulers import All, Bernoulli, Cohort, SampledStaleness, Ticks
 from afield.strategies import STRATEGIES
+from afield.training.choose import Training, trainer
 from afield.training.distill import Distil
 from afield.training.evaluate import Evaluate
-from afield.training.local import Local, LoopTrainer, check_fits
+from afield.training.local import Local, check_fits
 
 SMALL = 200_000  # parameters: below, a second thread costs more than it gives (digits MLP: 1.6 times slower)
+SMALL_STACKED = 20_000  # the same where many models are trained at once
 WIDEST = 256  # tasks trained in one call
 ROOM = (
     2**31
@@ -58,9 +61,9 @@ def block_limit(size: int, itemsize: int = 4) -> int:
     return max(1, min(WIDEST, ROOM // (size * itemsize)))
 
 
-def thread_count(size: int) -> int:
-    """How many threads a run uses, by the size of the model."""
-    return 1 if size < SMALL else os.cpu_count() or 1
+def thread_count(size: int, method: str = "loop") -> int:
+    """How many threads a run uses, by the size of the model and the way it is trained."""
+    return 1 if size < (SMALL_STACKED if method == "vmap" else SMALL) else os.cpu_count() or 1
 
 
 @contextmanager
@@ -90,11 +93,16 @@ def assemble(
     loss: str = "cross-entropy",
     measuring: Measuring = Measuring(),
     manners: Manners = Manners(),
+    training: Training = Training(),
+    by: Trainer | None = None,
     seed: int = 0,
     block: int | None = None,
     device: str = "cpu",
 ) -> Simulator:
-    """A simulator ready to run. Wiring only: every rule lives in the part that it belongs to."""
+    """A simulator ready to run. Wiring only: every rule lives in the part that it belongs to.
+
+    `by` is a trainer of your own in place of the one that `training` names.
+    """
     if getattr(strategy, "pooled", False):
         data, scheduler = pooled(data), All()
     sizes = list(data.sizes)
@@ -115,7 +123,7 @@ def assemble(
     )
     return Simulator(
         server,
-        LoopTrainer(module, data, local, seed, loss, device),
+        by if by is not None else trainer(module, data, local, seed, loss, device, training),
         flow,
         scene,
         delay=_whole(delay.bind(scene)) if isinstance(flow, TickFlow) else delay.bind(scene),
@@ -146,13 +154,15 @@ def simulate(
     offline: str = "pause",
     loss: str = "cross-entropy",
     device: str = "cpu",
+    method: str = "auto",
     **parts: Any,
 ) -> Result:
     """Simulate a federation: any module, one data set per client.
 
-    Ends at the first of `updates`, `versions`, `time` (virtual) or test `accuracy`. `parts` are the rest of the
-    scenario, as for `assemble`: delay, availability, scheduler, rounds, local, unlabelled, seed, block. The module
-    given is left as it is; the result holds a trained copy.
+    Ends at the first of `updates`, `versions`, `time` (virtual) or test `accuracy`. `method` says how local training
+    is computed (training/choose.py). `parts` are the rest of the scenario, as for `assemble`: delay, availability,
+    scheduler, rounds, local, unlabelled, training, seed, block. The module given is left as it is; the result holds a
+    trained copy.
     """
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
@@ -170,11 +180,11 @@ def simulate(
         manners=Manners(max_staleness=max_staleness, stale=stale, reply=reply, offline=offline),
         loss=loss,
         device=device,
-        **parts,
+        **{"training": Training(method), **parts},
     )
     receipts: list[Receipt] = []
     metrics: list[dict[str, Any]] = []
-    with threads(thread_count(simulator.server.size)):
+    with threads(thread_count(simulator.server.size, simulator.trainer.method)):
         for row in simulator.rows():
             if isinstance(row, Measurement):
                 metrics.append(row.row())

@@ -10,74 +10,26 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
-from afield.core.errors import InputError, one_of, within
+from torch import Tensor
+
+from afield.core.errors import within
 from afield.core.held import HeldDeltas
 from afield.core.protocols import Evaluator, Trainer
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
+from afield.runtimes.terms import Manners, Measuring, Stop
 
 ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
 # at one instant: first what was asked to be measured at once, then arrivals, then ends of rounds, then the clock's
 # measurements, which so see everything up to and including their instant
 NOW, FIRST, THEN, LAST = range(4)
-
-
-@dataclass(frozen=True)
-class Stop:
-    """When a run ends: the first bound that is reached."""
-
-    updates: int | None = None
-    versions: int | None = None
-    time: float | None = None
-    accuracy: float | None = None
-
-    def __post_init__(self) -> None:
-        bounds = (self.updates, self.versions, self.time)
-        if all(bound is None for bound in bounds):
-            raise InputError(
-                "no end is set: give updates, versions or time (accuracy alone may never be reached)"
-            )
-        for name in ("updates", "versions", "time"):
-            if getattr(self, name) is not None:
-                within(name, getattr(self, name), 0, math.inf, above=True, below=True)
-        if self.accuracy is not None:
-            within("accuracy", self.accuracy, 0, 1, above=True)
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """When the model is evaluated, besides the start and the end."""
-
-    versions: int | None = None  # every so many versions
-    time: float | None = None  # every so much virtual time
-
-    def __post_init__(self) -> None:
-        if self.versions is not None:
-            within("versions", self.versions, 1, math.inf)
-        if self.time is not None:
-            within("time", self.time, 0, math.inf, above=True)
-
-
-@dataclass(frozen=True)
-class Manners:
-    """How the server treats stale and absent clients."""
-
-    max_staleness: int | None = None
-    stale: str = "drop"  # an update past the bound is discarded on arrival; "restart": interrupted at once
-    reply: str = "after"  # the next task starts from the model after or "before" the update was aggregated
-    offline: str = "pause"  # a client that goes offline goes on later; "abort": its task is lost
-
-    def __post_init__(self) -> None:
-        one_of("stale", self.stale, ("drop", "restart"))
-        one_of("reply", self.reply, ("after", "before"))
-        one_of("offline", self.offline, ("pause", "abort"))
-        if self.max_staleness is not None:
-            within("max_staleness", self.max_staleness, 0, math.inf)
+Event = tuple[float, int, int, int, int]  # time, order at that time, sequence, kind, what
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +73,21 @@ class Flow:
 
 
 @dataclass(slots=True)
-class Flight:
-    task: Task
-    arrival: float
-    order: int
-
-
-@dataclass(slots=True)
 class Since:
     """Sums since the last measurement."""
 
     updates: int = 0
     staleness: int = 0
     losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block of tasks that the simulation cannot go on without."""
+
+    tasks: list[Task]
+    bases: list[Tensor]
+    corrections: list[Tensor | None]
 
 
 class Simulator:
@@ -169,11 +123,10 @@ class Simulator:
         self.now = 0.0
         self.updates = 0
         self.bytes = 0
-        # time, order at that time, sequence, kind, what
-        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.heap: list[Event] = []
+        self.near: list[Event] = []  # a second heap: arrivals that were trained, and the events between them
         self.sequence = 0
-        self.flights: dict[int, Flight] = {}
-        self.untrained: dict[int, Flight] = {}
+        self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
         self.since = Since()
@@ -182,10 +135,6 @@ class Simulator:
         self._began = time.perf_counter()
 
     # -- what flows use ---------------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> int:
-        return len(self.flights)
 
     def online(self, client: int) -> bool:
         return self.presence(client, self.now)[0]
@@ -204,10 +153,7 @@ class Simulator:
         arrives = True
         if arrival is None:
             arrival, arrives = self._finish(client, self.delay(client, task.count))
-        flight = Flight(task, arrival, self.sequence)
-        self.flights[task.number] = flight
-        if arrives:
-            self.untrained[task.number] = flight
+        self.flights[task.number] = task
         self.push(arrival, FIRST, ARRIVE if arrives else ABORT, task.number)
         return task
 
@@ -221,66 +167,89 @@ class Simulator:
 
     def lively(self) -> bool:
         """Whether anything but measurements is still to come."""
-        return any(kind != MEASURE for _, _, _, kind, _ in self.heap)
+        return any(kind != MEASURE for _, _, _, kind, _ in chain(self.near, self.heap))
 
     def cancel(self, number: int) -> None:
-        flight = self.flights.pop(number)
-        self.untrained.pop(number, None)
+        task = self.flights.pop(number)
         self.results.pop(number, None)
-        self.server.cancel(flight.task)
+        self.server.cancel(task)
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[Receipt | Measurement]:
-        """Run to the end, yielding each receipt and measurement as it is made."""
+        """Run to the end, yielding each receipt and measurement as it is made.
+
+        A measurement that a GPU has not finished yet waits, and the rows after it, until the next block was trained:
+        evaluation and the preparation of that block go on side by side.
+        """
+        steps, results, late = self.steps(), None, deque[Receipt | Measurement]()
+        while True:
+            try:
+                row = steps.send(results)
+            except StopIteration:
+                break
+            results = None
+            if isinstance(row, Wanted):
+                results = self.trainer.train(row.tasks, row.bases, row.corrections)
+                while late:
+                    yield late.popleft()
+            elif late or (isinstance(row, Measurement) and not isinstance(row.values, dict)):
+                late.append(row)
+            else:
+                yield row
+        yield from late
+
+    def steps(self) -> Generator[Receipt | Measurement | Wanted, Sequence[LocalResult] | None, None]:
+        """The same, but training is left to who runs it: each `Wanted` is answered by its results."""
         yield self._measure()
         if self.measuring.time is not None:
             self.push(self.measuring.time, LAST, MEASURE, 1)
         self.flow.begin(self)
         while not self.ended:
-            if not self.heap:
+            near = self.near and (not self.heap or self.near[0] < self.heap[0])
+            earliest = self.near if near else self.heap
+            if not earliest:
                 self.ended = "nobody is left"
                 self.now = self.now if self.stop.time is None else self.stop.time
                 break
-            when, _, _, kind, what = heapq.heappop(self.heap)
+            when, _, _, kind, what = heapq.heappop(earliest)
             if self.stop.time is not None and when > self.stop.time:
                 self.now = self.stop.time
                 self.ended = "time"
                 break
             self.now = when
-            yield from self._event(kind, what)
+            before = self.server.version
+            if kind == ARRIVE:
+                if what in self.flights:
+                    if what not in self.results:
+                        wanted = self._wanted(self.flights[what])
+                        self._trained(wanted, (yield wanted))
+                    yield self._arrive(what)
+            elif kind == MEASURE:
+                self._measure_again(what)
+                measurement = self._measure()
+                yield measurement
+                self._check_accuracy(measurement)
+            else:
+                self._turn(kind, what)  # gives no row
+            if self.server.version > before:
+                self._stepped()
         if self.measured != (self.now, self.server.version, self.updates):
             yield self._measure()
 
-    def _event(self, kind: int, what: int) -> Iterator[Receipt | Measurement]:
-        before = self.server.version
-        if kind == ARRIVE and what in self.flights:
-            yield self._arrive(what)
-        elif kind == ABORT and what in self.flights:
-            flight = self.flights[what]
-            self.cancel(what)
-            self.flow.freed(self, flight.task.client, flight.task.count, hold=False)
-            self.flow.settled(self, flight.task, None)
-        elif kind == WAKE:
+    def _turn(self, kind: int, what: int) -> None:
+        if kind == WAKE:
             self.flow.woke(self, what)
         elif kind == CLOSE:
             self.flow.closed(self, what)
-        elif kind == MEASURE:
-            if what and self.measuring.time is not None and self.lively():
-                # the next instant of the grid, by its number: steps of 0.1 would add up to 0.7999
-                self.push((what + 1) * self.measuring.time, LAST, MEASURE, what + 1)
-            measurement = self._measure()
-            yield measurement
-            self._check_accuracy(measurement)
-        if self.server.version > before:
-            self._stepped()
+        elif kind == ABORT and what in self.flights:
+            task = self.flights[what]
+            self.cancel(what)
+            self.flow.freed(self, task.client, task.count, hold=False)
+            self.flow.settled(self, task, None)
 
     def _arrive(self, number: int) -> Receipt:
-        flight = self.flights[number]
-        if number not in self.results:
-            self._train()
-        task, result = flight.task, self.results.pop(number)
-        del self.flights[number]
+        task, result = self.flights.pop(number), self.results.pop(number)
         server = self.server
         bound = self.manners.max_staleness
         fresh = bound is None or server.version - task.version <= bound
@@ -321,29 +290,44 @@ class Simulator:
         if self.manners.stale == "restart" and self.manners.max_staleness is not None:
             oldest = version - self.manners.max_staleness
             # flights are in the order of their versions: the late ones come first
-            for number in list(takewhile(lambda n: self.flights[n].task.version < oldest, self.flights)):
-                client = self.flights[number].task.client
-                self.cancel(number)
-                self.start_or_wait(client)
+            for task in list(takewhile(lambda task: task.version < oldest, self.flights.values())):
+                self.cancel(task.number)
+                self.start_or_wait(task.client)
         self.flow.stepped(self)
 
-    def _train(self) -> None:
-        """Train what is in flight, earliest arrivals first, as much as the block limit leaves room for."""
-        room = max(1, self.block - len(self.results))
+    def _wanted(self, first: Task) -> Wanted:
+        """What is in flight, earliest arrivals first, as much as the block limit leaves room for.
+
+        `first` arrives now. The heap gives the others in order, so a block costs by its own length, whatever is in
+        flight; what was taken from it goes to the near heap, which is small where the block limit is.
+        """
+        room = self.block - len(self.results)
         horizon = math.inf if self.stop.time is None else self.stop.time
-        due = (flight for flight in self.untrained.values() if flight.arrival <= horizon)
-        chosen = heapq.nsmallest(room, due, key=lambda flight: (flight.arrival, flight.order))
-        tasks = [flight.task for flight in chosen]
+        tasks = [first]
+        while len(tasks) < room and self.heap and self.heap[0][0] <= horizon:
+            event = heapq.heappop(self.heap)
+            heapq.heappush(self.near, event)
+            _, _, _, kind, what = event
+            if kind == ARRIVE and what in self.flights:
+                tasks.append(self.flights[what])
         bases = [self.server.base(task) for task in tasks]
-        corrections = [self.server.correction(task) for task in tasks]
-        for task, result in zip(tasks, self.trainer.train(tasks, bases, corrections), strict=True):
+        return Wanted(tasks, bases, [self.server.correction(task) for task in tasks])
+
+    def _trained(self, wanted: Wanted, results: Sequence[LocalResult] | None) -> None:
+        assert results is not None
+        for task, result in zip(wanted.tasks, results, strict=True):
             self.results[task.number] = result
-            del self.untrained[task.number]
+
+    def _measure_again(self, mark: int) -> None:
+        """Set the next measurement of the clock's (those of versions have the mark 0)."""
+        if mark and self.measuring.time is not None and self.lively():
+            # the next instant of the grid, by its number: steps of 0.1 would add up to 0.7999
+            self.push((mark + 1) * self.measuring.time, LAST, MEASURE, mark + 1)
 
     def _measure(self) -> Measurement:
         since, self.since = self.since, Since()
         self.measured = (self.now, self.server.version, self.updates)
-        values = dict(self.evaluator(self.server.model())) if self.evaluator is not None else {}
+        values = self.evaluator(self.server.model()) if self.evaluator is not None else {}
         losses = [loss for loss in since.losses if math.isfinite(loss)]
         return Measurement(
             time=self.now,

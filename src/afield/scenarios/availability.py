@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from afield.core.errors import InputError, within
-from afield.core.keys import Stream, exponential, mix, uniform
+from afield.core.keys import Stream, exponential, mix, stream_key, uniform
 from afield.core.types import Scene
 from afield.scenarios.delays import trace_rows
 
@@ -36,13 +36,15 @@ def _alternating(begins: Callable[[int], bool], ends: Callable[[int, int, bool, 
     The changes that were reached are kept per client (8 bytes each), so time that moves on costs O(1) a
     change once and O(log changes) an answer, and time that jumps back gets the same answers.
     """
+    begun: dict[int, bool] = {}
     changes: dict[int, array[float]] = {}
 
     def presence(client: int, now: float) -> tuple[bool, float]:
         if not now < math.inf:
             raise InputError(f"now = {now} is not an instant; ask at a finite time")
-        first = begins(client)
-        known = changes.setdefault(client, array("d"))
+        if client not in begun:
+            begun[client], changes[client] = begins(client), array("d")
+        first, known = begun[client], changes[client]
         while not known or known[-1] <= now:
             start, index = known[-1] if known else 0.0, len(known)
             end = ends(client, index, first ^ bool(index % 2), start)
@@ -78,14 +80,14 @@ class Bernoulli:
     def bind(self, scene: Scene) -> Presence:
         if self.p in (0.0, 1.0):
             return lambda client, now: (self.p == 1.0, math.inf)
-        key = mix(scene.seed, Stream.PRESENCE)
+        key = stream_key(scene.seed, Stream.PRESENCE)
 
         def ends(client: int, index: int, online: bool, start: float) -> float:
             leave = -math.log(self.p) if online else -math.log1p(-self.p)
-            slots = 1 + int(min(exponential(key, client, index + 1) / leave, 2.0**52))
+            slots = 1 + int(min(exponential(client, index + 1, after=key) / leave, 2.0**52))
             return (round(start / self.period) + slots) * self.period
 
-        return _alternating(lambda client: uniform(key, client, 0) < self.p, ends)
+        return _alternating(lambda client: uniform(client, 0, after=key) < self.p, ends)
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ class OnOff:
         _positive("off", self.off)
 
     def bind(self, scene: Scene) -> Presence:
-        key, share = mix(scene.seed, Stream.PRESENCE), self.on / (self.on + self.off)
+        key, share = stream_key(scene.seed, Stream.PRESENCE), self.on / (self.on + self.off)
 
         def ends(client: int, index: int, online: bool, start: float) -> float:
-            return start + (self.on if online else self.off) * exponential(key, client, index + 1)
+            return start + (self.on if online else self.off) * exponential(client, index + 1, after=key)
 
-        return _alternating(lambda client: uniform(key, client, 0) < share, ends)
+        return _alternating(lambda client: uniform(client, 0, after=key) < share, ends)
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ class Diurnal:
     def bind(self, scene: Scene) -> Presence:
         if self.hours == self.day:
             return Always().bind(scene)
-        key = mix(scene.seed, Stream.PRESENCE)
+        key = stream_key(scene.seed, Stream.PRESENCE)
 
         def presence(client: int, now: float) -> tuple[bool, float]:
-            phase = self.spread * self.day * uniform(key, client)
+            phase = self.spread * self.day * uniform(client, after=key)
             day = math.floor((now - phase) / self.day)
             # The division may round across a window's begin; the begins that we answer with decide.
             day += (phase + (day + 1) * self.day <= now) - (phase + day * self.day > now)
@@ -159,8 +161,8 @@ class Dropout:
             within("back", self.back, self.at, math.inf, above=True, below=True)
 
     def bind(self, scene: Scene) -> Presence:
-        key = mix(scene.seed, Stream.PRESENCE)
-        order = sorted(range(scene.clients), key=lambda client: mix(key, client))
+        key = stream_key(scene.seed, Stream.PRESENCE)
+        order = sorted(range(scene.clients), key=lambda client: mix(client, after=key))
         leavers = frozenset(order[: round(self.share * scene.clients)])
         changes = [self.at] if self.back is None else [self.at, self.back]
         return lambda client, now: _turns(True, changes if client in leavers else [], now)

@@ -63,6 +63,11 @@ class _Cut:
             both = f"held_out = {self.held_out} and unlabelled = {self.unlabelled!r}"
             raise InputError(f"{both} name two unlabelled sets; leave one out")
 
+    @property
+    def keyed(self) -> bool:
+        """Whether the data depends on the seed (who gets which part of it always does)."""
+        return bool(self.held_out or self.limit is not None or self.unlabelled == "noise")
+
 
 def _assemble(
     cut: _Cut,
@@ -284,6 +289,7 @@ class Quadratic:
 
     curvatures: tuple[tuple[float, ...], ...] = ((1.0, 0.0, 0.2), (0.2, 0.0, 1.0))
     optima: tuple[tuple[float, ...], ...] = ((-2.0, -1.0), (2.0, 1.0))
+    keyed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.curvatures or len(self.curvatures) != len(self.optima):

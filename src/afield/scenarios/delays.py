@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afield.core.errors import InputError, one_of, within
-from afield.core.keys import Stream, exponential, mix, normal, uniform
+from afield.core.keys import Stream, exponential, mix, normal, stream_key, uniform
 from afield.core.types import Scene
 
 Duration = Callable[[int, int], float]  # (client, its tasks so far) -> seconds
@@ -26,9 +26,9 @@ def _positive(name: str, value: float) -> None:
     within(name, value, 0, math.inf, above=True, below=True)
 
 
-def _spent(mean: float, *key: int) -> float:
+def _spent(mean: float, key: int, client: int, count: int) -> float:
     """An exponential draw; one of 0 (once in 2^53) would let a task end when it starts."""
-    return mean * max(exponential(*key), 1e-12)
+    return mean * max(exponential(client, count, after=key), 1e-12)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Uniform:
         within("high", self.high, self.low, math.inf, below=True)
 
     def bind(self, scene: Scene) -> Duration:
-        key = mix(scene.seed, Stream.DELAY)
-        return lambda client, count: self.low + (self.high - self.low) * uniform(key, client, count)
+        key = stream_key(scene.seed, Stream.DELAY)
+        return lambda client, count: self.low + (self.high - self.low) * uniform(client, count, after=key)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Exponential:
         _positive("mean", self.mean)
 
     def bind(self, scene: Scene) -> Duration:
-        key = mix(scene.seed, Stream.DELAY)
+        key = stream_key(scene.seed, Stream.DELAY)
         return lambda client, count: _spent(self.mean, key, client, count)
 
 
@@ -88,8 +88,8 @@ class ExponentialMix:
         within("slow_share", self.slow_share, 0, 1)
 
     def bind(self, scene: Scene) -> Duration:
-        key, own = mix(scene.seed, Stream.DELAY), mix(scene.seed, Stream.SPEED)
-        order = sorted(range(scene.clients), key=lambda client: mix(own, client))
+        key, own = stream_key(scene.seed, Stream.DELAY), stream_key(scene.seed, Stream.SPEED)
+        order = sorted(range(scene.clients), key=lambda client: mix(client, after=own))
         slow = frozenset(order[: round(self.slow_share * scene.clients)])
         return lambda client, count: _spent(self.slow if client in slow else self.fast, key, client, count)
 
@@ -106,19 +106,19 @@ class LogNormal:
         within("sigma", self.sigma, 0, _WIDEST)
 
     def bind(self, scene: Scene) -> Duration:
-        key = mix(scene.seed, Stream.DELAY)
-        return lambda client, count: self.median * math.exp(self.sigma * normal(key, client, count))
+        key = stream_key(scene.seed, Stream.DELAY)
+        return lambda client, count: self.median * math.exp(self.sigma * normal(client, count, after=key))
 
 
 def _paced(seed: int, spread: float, noise: float) -> Duration:
     """A client's own lognormal factor times its task's."""
-    key, own = mix(seed, Stream.DELAY), mix(seed, Stream.SPEED)
+    key, own = stream_key(seed, Stream.DELAY), stream_key(seed, Stream.SPEED)
 
     @functools.cache
     def pace(client: int) -> float:
-        return spread * normal(own, client)
+        return spread * normal(client, after=own)
 
-    return lambda client, count: math.exp(pace(client) + noise * normal(key, client, count))
+    return lambda client, count: math.exp(pace(client) + noise * normal(client, count, after=key))
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,12 @@ class Categories:
 
     def categories(self, scene: Scene) -> list[int]:
         """Per client: 0 short, 1 medium, 2 long."""
-        own, total = mix(scene.seed, Stream.SPEED), scene.clients
+        own, total = stream_key(scene.seed, Stream.SPEED), scene.clients
         ordered = sorted(scene.sizes)
 
         def score(client: int) -> tuple[float, float]:
             rank = bisect.bisect_left(ordered, scene.sizes[client]) / total
-            luck = uniform(own, client)
+            luck = uniform(client, after=own)
             return rank + self.gamma * luck, luck  # luck alone decides between equal sizes
 
         slowest = sorted(range(total), key=score, reverse=True)
@@ -213,12 +213,12 @@ class Categories:
         return found
 
     def bind(self, scene: Scene) -> Duration:
-        key, ranges = mix(scene.seed, Stream.DELAY), RANGES[self.level]
+        key, ranges = stream_key(scene.seed, Stream.DELAY), RANGES[self.level]
         limits = [ranges[category] for category in self.categories(scene)]
 
         def duration(client: int, count: int) -> float:
             low, high = limits[client]
-            return self.unit * (low + (high - low) * uniform(key, client, count))
+            return self.unit * (low + (high - low) * uniform(client, count, after=key))
 
         return duration
 

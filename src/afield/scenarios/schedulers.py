@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from afield.core.errors import InputError, within
-from afield.core.keys import Stream, exponential, uniform
+from afield.core.keys import Stream, exponential, mix, uniform
 from afield.core.types import Scene
 
 
@@ -21,6 +21,10 @@ class Lottery:
     idle: list[int] = field(default_factory=list)
     draws: int = 0
     holds: bool = False
+    key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = mix(self.seed, Stream.PICK)
 
     def ready(self, client: int) -> None:
         self.idle.append(client)
@@ -28,7 +32,7 @@ class Lottery:
     def pick(self, running: int) -> int | None:
         if running >= self.limit or not self.idle:
             return None
-        index = int(uniform(self.seed, Stream.PICK, self.draws) * len(self.idle))
+        index = int(uniform(self.draws, after=self.key) * len(self.idle))
         self.draws += 1
         # order is free in a lottery, so the last one fills the gap: O(1) at a million clients
         self.idle[index], self.idle[-1] = self.idle[-1], self.idle[index]
@@ -175,8 +179,8 @@ class Bernoulli:
 
     def participants(self, scene: Scene, number: int, online: Callable[[int], bool]) -> list[int]:
         chances = self.participation(scene.clients)
-        key = (scene.seed, Stream.PARTICIPATION, number)
-        return [c for c, chance in enumerate(chances) if uniform(*key, c) < chance and online(c)]
+        key = mix(scene.seed, Stream.PARTICIPATION, number)
+        return [c for c, chance in enumerate(chances) if uniform(c, after=key) < chance and online(c)]
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,11 @@ class Cohort:
         return (self.size / clients,) * clients
 
     def participants(self, scene: Scene, number: int, online: Callable[[int], bool]) -> list[int]:
+        key = mix(scene.seed, Stream.PARTICIPATION, number)
         pool = [client for client in range(scene.clients) if online(client)]
         chosen = []
         for place in range(min(self.size, len(pool))):
-            index = place + int(
-                uniform(scene.seed, Stream.PARTICIPATION, number, place) * (len(pool) - place)
-            )
+            index = place + int(uniform(place, after=key) * (len(pool) - place))
             pool[place], pool[index] = pool[index], pool[place]
             chosen.append(pool[place])
         return chosen

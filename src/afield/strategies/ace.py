@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from afield.core.errors import one_of, within
-from afield.core.table import PRECISIONS, ClientTable
+from afield.core.table import PRECISIONS, ClientTable, Exchange, Wide, advance, chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -67,33 +69,36 @@ class ACE:
         )
 
     def receive(self, state: ACEState, update: Update) -> Receipt:
-        assert update.base is not None
         staleness = state.version - update.task.version
-        if state.table is None:
-            state.total.add_(update.model).sub_(update.base)
-        else:
-            for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
-                state.total[part].add_(new).sub_(old)
         state.waiting -= not state.heard[update.task.client]
         state.heard[update.task.client] = True
         ready = self._ready(state)
-        if stepped := ready and self.per == "arrival":
-            self._step(state)
-        return Receipt.of(
-            update, staleness, self.lr / len(state.heard), stepped, state.version, hold=not ready
-        )
+        stepped = ready and self.per == "arrival"
+        weight = self.lr / len(state.heard)
+        wide = Wide(state.total, state.params)
+        for part, old, write in self._exchange(state, update):
+            total = state.total[part].sub_(wide(old)).add_(wide(write()))
+            if stepped:
+                wide.add(state.params[part], total, weight)
+        state.version += stepped
+        return Receipt.of(update, staleness, weight, stepped, state.version, hold=not ready)
 
     def close_round(self, state: ACEState) -> None:
         """The end of a tick: a step even if nobody arrived, as long as everyone was heard."""
         if self._ready(state):
-            self._step(state)
+            advance(state.params, state.total, self.lr / len(state.heard))
+            state.version += 1
 
     def _ready(self, state: ACEState) -> bool:
         return state.waiting == 0 or self.warmup == "zeros"
 
-    def _step(self, state: ACEState) -> None:
-        state.params.add_(state.total, alpha=self.lr / len(state.heard))
-        state.version += 1
+    def _exchange(self, state: ACEState, update: Update) -> Iterator[Exchange]:
+        """What leaves the sum and what enters it, a chunk at a time."""
+        if state.table is not None:
+            return state.table.exchange(update.task, state.seed, update.model, update.base)
+        model, base = update.model, update.base
+        assert base is not None
+        return ((part, base[part], partial(model.__getitem__, part)) for part in chunks(model))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,21 +148,25 @@ class ACED:
     def receive(self, state: ACEDState, update: Update) -> Receipt:
         if state.version == 0:
             return self._warm_up(state, update)
-        self._expire(state)
+        gone = self._expire(state)
         client = update.task.client
         staleness = state.version - update.task.version
         stamp = int(state.stamps[client])
         active, first = state.version - stamp <= self.max_delay, stamp == 1
         scale = self.lr / state.count if state.count else 0.0
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
             total = state.total[part]
+            if gone is not None:
+                row = old if gone == client else state.table.stored(gone, part, old.dtype)
+                total.sub_(wide(row))
+            if active and first:
+                state.first[part].sub_(wide(old))
             if active:
-                total.add_(new).sub_(old)
-                if first:
-                    state.first[part].sub_(old)
-            state.params[part].add_(total, alpha=scale)
+                total.sub_(wide(old)).add_(wide(write()))
+            wide.add(state.params[part], total, scale)
             if not active:
-                total.add_(new)
+                total.add_(wide(write()))
         if not active:
             state.lapsed.append(client)
         state.count += not active
@@ -168,23 +177,27 @@ class ACED:
         return Receipt.of(update, staleness, scale, True, state.version)
 
     def _warm_up(self, state: ACEDState, update: Update) -> Receipt:
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
-            state.total[part].add_(new).sub_(old)
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            state.total[part].sub_(wide(old)).add_(wide(write()))
         state.count += int(state.stamps[update.task.client]) == 0
         state.stamps[update.task.client] = 1
         if stepped := state.count == len(state.table):
-            state.params.add_(state.total, alpha=self.lr / state.count)
+            advance(state.params, state.total, self.lr / state.count)
             state.first.copy_(state.total)
             state.cohort = state.count
             state.version = 1
         weight = self.lr / len(state.table)
         return Receipt.of(update, 0, weight, stepped, state.version, hold=not stepped)
 
-    def _expire(self, state: ACEDState) -> None:
-        """Take out whoever passed the bound at this version."""
+    def _expire(self, state: ACEDState) -> int | None:
+        """Let those expire who passed the bound at this version; gives the client whose row is yet to be taken out.
+
+        There is one at the most: one arrived per version.
+        """
         if math.isinf(self.max_delay):
             state.recent.clear()
-            return
+            return None
         last = state.version - math.floor(self.max_delay) - 1  # the newest stamp that is too old
         if last == 1 and state.cohort:
             if state.gathering is not None:  # N integers once in a run; N rows never
@@ -192,10 +205,12 @@ class ACED:
             state.total.sub_(state.first)
             state.count -= state.cohort
             state.cohort = 0
-        while state.recent and state.oldest <= last:
-            client = state.recent.popleft()
-            if int(state.stamps[client]) == state.oldest:
-                state.total.sub_(state.table.row(client, torch.float64))
-                state.count -= 1
-                state.lapsed.append(client)
-            state.oldest += 1
+        if not state.recent or state.oldest > last:
+            return None
+        client, stamp = state.recent.popleft(), state.oldest
+        state.oldest += 1
+        if int(state.stamps[client]) != stamp:
+            return None  # heard again since
+        state.count -= 1
+        state.lapsed.append(client)
+        return client

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import InputError, one_of, within
+from afield.core.table import chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -18,6 +19,12 @@ from afield.core.types import Receipt, ServerState, Update
 class TickState(ServerState):
     total: Tensor  # sum of the tick's deltas
     held: int = 0
+
+
+def _add_delta(vector: Tensor, update: Update, weight: float) -> None:
+    assert update.base is not None
+    for part in chunks(vector):
+        vector[part].add_(update.model[part], alpha=weight).sub_(update.base[part], alpha=weight)
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,12 @@ class ASGD:
         return TickState(params=params, total=torch.zeros_like(params if self.per == "tick" else params[:0]))
 
     def receive(self, state: TickState, update: Update) -> Receipt:
-        assert update.base is not None
         staleness = state.version - update.task.version
         if self.per == "tick":
-            state.total.add_(update.model).sub_(update.base)
+            _add_delta(state.total, update, 1.0)
             state.held += 1
             return Receipt.of(update, staleness, self.lr, False, state.version)
-        state.params.add_(update.model, alpha=self.lr).sub_(update.base, alpha=self.lr)
+        _add_delta(state.params, update, self.lr)
         state.version += 1
         return Receipt.of(update, staleness, self.lr, True, state.version)
 
@@ -97,10 +103,9 @@ class DelayAdaptiveASGD:
         return ServerState(params=params)
 
     def receive(self, state: ServerState, update: Update) -> Receipt:
-        assert update.base is not None
         staleness = state.version - update.task.version
         weight = self.lr * self.factor(staleness)
-        state.params.add_(update.model, alpha=weight).sub_(update.base, alpha=weight)
+        _add_delta(state.params, update, weight)
         state.version += 1
         return Receipt.of(update, staleness, weight, True, state.version)
 

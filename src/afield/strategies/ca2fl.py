@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import one_of, within
-from afield.core.table import PRECISIONS, ClientTable
+from afield.core.table import PRECISIONS, ClientTable, Wide
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -57,16 +57,20 @@ class CA2FL:
     def receive(self, state: CA2FLState, update: Update) -> Receipt:
         client = update.task.client
         staleness = state.version - update.task.version
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
-            state.total[part].add_(new).sub_(old)
         if int(state.buffers[client]) != state.version:
             state.buffers[client] = state.version
             state.distinct += 1
         state.held += 1
-        if stepped := state.held == self.size:
-            state.params.add_(state.mean, alpha=self.lr).add_(state.total, alpha=self.lr / state.distinct)
-            state.mean.add_(state.total, alpha=1.0 / len(state.table))
-            state.total.zero_()
+        stepped = state.held == self.size
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            total = state.total[part].sub_(wide(old)).add_(wide(write()))
+            if stepped:
+                wide.add(state.params[part], state.mean[part], self.lr)
+                wide.add(state.params[part], total, self.lr / state.distinct)
+                state.mean[part].add_(total, alpha=1.0 / len(state.table))
+                total.zero_()
+        if stepped:
             state.held = state.distinct = 0
             state.version += 1
         return Receipt.of(update, staleness, 1.0, stepped, state.version)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import within
+from afield.core.table import chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -59,27 +60,31 @@ class FADAS:
     def receive(self, state: FADASState, update: Update) -> Receipt:
         assert update.base is not None
         staleness = state.version - update.task.version
-        state.total.add_(update.model).sub_(update.base)
         state.held += 1
         state.stalest = max(state.stalest, staleness)
-        if stepped := state.held == self.size:
-            self._step(state)
+        stepped = state.held == self.size
+        for part in chunks(state.total):
+            state.total[part].add_(update.model[part]).sub_(update.base[part])
+            if stepped:
+                self._step(state, part)
+        if stepped:
+            state.held = state.stalest = 0
+            state.version += 1
         return Receipt.of(update, staleness, 1.0, stepped, state.version)
 
-    def _step(self, state: FADASState) -> None:
-        delta = state.total.div_(self.size)
-        state.first.lerp_(delta, 1.0 - self.beta1)
-        state.second.mul_(self.beta2).addcmul_(delta, delta, value=1.0 - self.beta2)
-        torch.maximum(state.largest, state.second, out=state.largest)
+    def _step(self, state: FADASState, part: slice) -> None:
+        delta = state.total[part].div_(self.size)
+        first, largest = state.first[part], state.largest[part]
+        first.lerp_(delta, 1.0 - self.beta1)
+        second = state.second[part].mul_(self.beta2).addcmul_(delta, delta, value=1.0 - self.beta2)
+        torch.maximum(largest, second, out=largest)
         rate = self.lr
         if self.delay_threshold is not None and state.stalest > self.delay_threshold:
             rate /= state.stalest
-        scale = state.largest.sqrt()
+        scale = largest.sqrt()
         if self.bias_correction:
             step = state.version + 1
             rate /= 1.0 - self.beta1**step
             scale.div_(math.sqrt(1.0 - self.beta2**step))
-        state.params.addcdiv_(state.first, scale.add_(self.eps), value=rate)
-        state.total.zero_()
-        state.held = state.stalest = 0
-        state.version += 1
+        state.params[part].addcdiv_(first, scale.add_(self.eps), value=rate)
+        delta.zero_()

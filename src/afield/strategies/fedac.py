@@ -82,8 +82,8 @@ class FedAC:
         state.total.add_(delta, alpha=weight)
         # the mean raw gradient of the task: what the steps moved, less what the correction moved
         control = delta.div_(-update.steps * update.rate).sub_(update.correction)
-        for part, old, new in state.table.exchange(update.task, state.seed, control):
-            state.shift[part].add_(new, alpha=weight).sub_(old, alpha=weight)
+        for part, old, write in state.table.exchange(update.task, state.seed, control):
+            state.shift[part].sub_(old, alpha=weight).add_(write(), alpha=weight)
         state.weight += weight
         state.held += 1
         if stepped := state.held == self.size:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import within
+from afield.core.table import chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -42,7 +43,9 @@ class FedAvg:
     def receive(self, state: FedAvgState, update: Update) -> Receipt:
         assert update.base is not None
         weight = float(update.examples) if self.by_examples else 1.0
-        state.total.add_(update.model, alpha=weight).sub_(update.base, alpha=weight)
+        for part in chunks(state.total):
+            total = state.total[part].add_(update.model[part], alpha=weight)
+            total.sub_(update.base[part], alpha=weight)
         state.weight += weight
         return Receipt.of(update, state.version - update.task.version, weight, False, state.version)
 

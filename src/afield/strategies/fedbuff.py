@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import within
+from afield.core.table import parts
 from afield.core.types import Receipt, ServerState, Update
 from afield.strategies.staleness import Constant, Staleness
 
@@ -45,11 +46,14 @@ class FedBuff:
         assert update.base is not None
         staleness = state.version - update.task.version
         weight = self.weight(staleness)
-        state.total.add_(update.model, alpha=weight).sub_(update.base, alpha=weight)
         state.held += 1
-        if stepped := state.held == self.size:
-            state.params.add_(state.total, alpha=self.lr / self.size)
-            state.total.zero_()
+        stepped = state.held == self.size
+        for total, model, base, params in parts(state.total, update.model, update.base, state.params):
+            total.add_(model, alpha=weight).sub_(base, alpha=weight)
+            if stepped:
+                params.add_(total, alpha=self.lr / self.size)
+                total.zero_()
+        if stepped:
             state.held = 0
             state.version += 1
         return Receipt.of(update, staleness, weight, stepped, state.version)

@@ -12,7 +12,7 @@ from torch import Tensor
 from afield.core.errors import InputError, within
 from afield.core.keys import Stream, mix
 from afield.core.protocols import Distiller
-from afield.core.table import ClientTable
+from afield.core.table import ClientTable, chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -68,11 +68,14 @@ class FedEcho:
     def receive(self, state: FedEchoState, update: Update) -> Receipt:
         assert update.base is not None
         staleness = state.version - update.task.version
-        state.total.add_(update.model).sub_(update.base)
         state.held += 1
-        if stepped := state.held == self.size:
-            state.params.add_(state.total, alpha=self.lr / self.size)
-            state.total.zero_()
+        stepped = state.held == self.size
+        for part in chunks(state.total):
+            total = state.total[part].add_(update.model[part]).sub_(update.base[part])
+            if stepped:
+                state.params[part].add_(total, alpha=self.lr / self.size)
+                total.zero_()
+        if stepped:
             state.held = 0
             state.version += 1
         return Receipt.of(update, staleness, 1.0, stepped, state.version)
@@ -88,8 +91,8 @@ class FedEcho:
             state.logits = ClientTable.like(logits.flatten(), state.clients)
             state.teacher = torch.zeros(logits.numel(), dtype=torch.float64, device=logits.device)
         state.heard += not state.logits.has(update.task.client)
-        for part, old, new in state.logits.exchange(update.task, state.seed, logits.flatten()):
-            state.teacher[part].add_(new).sub_(old)
+        for part, old, write in state.logits.exchange(update.task, state.seed, logits.flatten()):
+            state.teacher[part].sub_(old).add_(write())
         self._teach(state, distiller)
 
     def _teach(self, state: FedEchoState, distiller: Distiller) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import InputError, one_of, within
-from afield.core.table import PRECISIONS, ClientTable
+from afield.core.table import PRECISIONS, ClientTable, Wide, chunks
 from afield.core.types import Receipt, ServerState, Update
 
 Known = float | tuple[float, ...] | str | None
@@ -96,27 +96,44 @@ def _start(params: Tensor, clients: int, p: Known, beta: float, precision: str) 
 
 
 def _receive(state: FedStaleState, update: Update, p: Known, cutoff: int | None, beta: float) -> Receipt:
-    assert update.base is not None and not isinstance(p, str)
+    assert not isinstance(p, str)
     client = update.task.client
     if p is None:
         weight = state.intervals.inverse(client, state.version, cutoff)
     else:
         weight = 1.0 / (p[client] if isinstance(p, tuple) else p)
-    state.fresh.add_(update.model, alpha=weight).sub_(update.base, alpha=weight)
-    if state.table is not None:
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
-            state.fresh[part].sub_(old, alpha=beta * weight)
-            state.change[part].add_(new).sub_(old)
+    if state.table is None:
+        for part in chunks(state.fresh):
+            _add_delta(state.fresh[part], update, part, weight)
+    else:
+        exact = state.table.precision == "float32"  # the new row is the delta: no need to work it out twice
+        wide = Wide(state.change, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            fresh = state.fresh[part].sub_(old, alpha=beta * weight)
+            change = state.change[part].sub_(wide(old))
+            new = write()
+            change.add_(wide(new))
+            if exact:
+                fresh.add_(new, alpha=weight)
+            else:
+                _add_delta(fresh, update, part, weight)
     return Receipt.of(update, state.version - update.task.version, weight, False, state.version)
 
 
+def _add_delta(fresh: Tensor, update: Update, part: slice, weight: float) -> None:
+    assert update.base is not None
+    fresh.add_(update.model[part], alpha=weight).sub_(update.base[part], alpha=weight)
+
+
 def _close(state: FedStaleState, lr: float, beta: float) -> None:
-    state.params.add_(state.fresh, alpha=lr / state.clients)
-    if state.table is not None:
-        state.params.add_(state.stale, alpha=lr * beta / state.clients)
-        state.stale.add_(state.change)
-        state.change.zero_()
-    state.fresh.zero_()
+    wide = Wide(state.stale, state.params)
+    for part in chunks(state.params):
+        params = state.params[part].add_(state.fresh[part], alpha=lr / state.clients)
+        if state.table is not None:
+            wide.add(params, state.stale[part], lr * beta / state.clients)
+            state.stale[part].add_(state.change[part])
+            state.change[part].zero_()
+        state.fresh[part].zero_()
     state.version += 1
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import one_of, within
-from afield.core.table import PRECISIONS, ClientTable
+from afield.core.table import PRECISIONS, ClientTable, Wide, advance
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -47,11 +47,12 @@ class MIFA:
         )
 
     def receive(self, state: MIFAState, update: Update) -> Receipt:
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model, update.base):
-            state.total[part].add_(new).sub_(old)
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            state.total[part].sub_(wide(old)).add_(wide(write()))
         weight = 1.0 / len(state.table)
         return Receipt.of(update, state.version - update.task.version, weight, False, state.version)
 
     def close_round(self, state: MIFAState) -> None:
-        state.params.add_(state.total, alpha=self.lr / len(state.table))
+        advance(state.params, state.total, self.lr / len(state.table))
         state.version += 1

@@ -58,8 +58,8 @@ class MRAsyncFL:
         staleness = state.version - update.task.version
         kept = self.gamma * self.coefficient(state, client)
         weight = kept + 1.0 - self.gamma
-        for part, old, new in state.table.exchange(update.task, state.seed, update.model):
-            state.params[part].mul_(self.gamma).add_(new, alpha=weight).sub_(old, alpha=kept)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model):
+            state.params[part].mul_(self.gamma).sub_(old, alpha=kept).add_(write(), alpha=weight)
         state.version += 1
         state.coefficients[client] = weight
         state.written[client] = state.version

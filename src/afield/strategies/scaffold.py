@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import one_of, within
-from afield.core.table import PRECISIONS, ClientTable
+from afield.core.table import PRECISIONS, ClientTable, Wide, chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -58,14 +58,18 @@ class Scaffold:
         state.delta.add_(update.model).sub_(update.base)
         state.held += 1
         control = (update.base - update.model).div_(update.steps * update.rate).sub_(update.correction)
-        for part, old, new in state.table.exchange(update.task, state.seed, control):
-            state.total[part].add_(new).sub_(old)
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, control):
+            state.total[part].sub_(wide(old)).add_(wide(write()))
         return Receipt.of(update, state.version - update.task.version, self.lr, False, state.version)
 
     def close_round(self, state: ScaffoldState) -> None:
         if state.held:
-            state.params.add_(state.delta, alpha=self.lr / state.held)
-            state.control.copy_(state.total / len(state.table))
-            state.delta.zero_()
+            wide = Wide(state.total, state.params)
+            for part in chunks(state.params):
+                total, delta = state.total[part], state.delta[part]
+                state.params[part].add_(delta, alpha=self.lr / state.held)
+                state.control[part].copy_(torch.div(total, len(state.table), out=wide.blank(total)))
+                delta.zero_()
             state.held = 0
         state.version += 1

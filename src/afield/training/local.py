@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from afield.core.errors import InputError, one_of, within
 from afield.core.flat import Layout, own_copy
-from afield.core.keys import Stream, generator, mix
+from afield.core.keys import Stream, mix
 from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
+from afield.training.draws import shuffled
+from afield.training.layers import Moment, keyed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -80,13 +82,18 @@ def batches(local: Local, client: int, size: int, key_words: Sequence[int]) -> l
     Every epoch is shuffled anew and ends in a short batch where the size asks for it; `steps` goes on
     through as many epochs as it needs. A pure function of its arguments.
     """
-    wanted, epoch = local.work(client, size), 0
-    given: list[Tensor] = []
-    while len(given) < wanted:
-        order = torch.randperm(size, generator=generator(*key_words, Stream.BATCHES, epoch))
-        given.extend(torch.split(order, local.batch))
-        epoch += 1
-    return given[:wanted]
+    wanted = local.work(client, size)
+    if not wanted:
+        return []
+    epochs = -(-wanted // -(-size // local.batch))
+    key = torch.tensor([batch_key(*key_words)])
+    turns = shuffled(key, epochs, torch.tensor([size]), size)[0]
+    return [batch for turn in turns for batch in turn.split(local.batch)][:wanted]
+
+
+def batch_key(seed: int, client: int, count: int) -> int:
+    """The key of a task's shuffles."""
+    return mix(seed, client, count, Stream.BATCHES) >> 1
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -120,6 +127,8 @@ class LoopTrainer:
     parameter that the loss does not reach has gradient zero, so weight decay still shrinks it.
     """
 
+    method: ClassVar[str] = "loop"
+
     def __init__(
         self,
         module: nn.Module,
@@ -132,8 +141,9 @@ class LoopTrainer:
         self.data, self.local, self.seed = data, local, seed
         self.device = torch.device(device)
         self._loss = loss_function(loss)
-        self._module, self.layout, self._work = own_copy(module, self.device)
-        self._module.train()
+        own, self.layout, self._work = own_copy(module, self.device)
+        self._moment = Moment()
+        self._module = keyed(own, self._moment).train()
         self._weights = self._work[: self.layout.parameters]
         self._gradient = torch.zeros_like(self._weights)
         self._distance = torch.empty_like(self._weights) if local.prox else None
@@ -150,7 +160,9 @@ class LoopTrainer:
         done = []
         with _own_randomness(self.device) as reseed, torch.enable_grad():
             for task, base, correction in zip(tasks, bases, corrections, strict=True):
-                reseed(mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1)
+                key = mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1
+                reseed(key)  # for what draws numbers of its own; nn.Dropout draws by key
+                self._moment.key = torch.tensor(key, device=self.device)
                 try:
                     done.append(self._task(task, base, correction))
                 except Exception as error:
@@ -194,6 +206,7 @@ class LoopTrainer:
             if isinstance(norm, _InstanceNorm):  # has no cumulative mean of its own, unlike batch norm
                 norm.momentum = 1.0 / (step + 1)
         self._gradient.zero_()
+        self._moment.step, self._moment.calls = torch.tensor(step, device=self.device), 0
         loss = self._loss(self._module(placed(inputs, self.device)), placed(targets, self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         if anchor is not None and self._distance is not None:

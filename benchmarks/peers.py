@@ -1,0 +1,303 @@
+"""The same workload in afield, in a naive loop, in FLGo and in pfl: client updates per second.
+
+    python benchmarks/peers.py [--quick] [--keep DIR] [--updates 500]
+
+The peers are installed into a throw-away virtual environment with the torch that afield is tested with; `--keep`
+leaves it in DIR, and takes it from there if it is there. Each measurement is a process of its own that warms up and
+then times the simulation alone: no imports, no data set-up, no evaluation. Systems take turns, so that whatever else
+the machine does falls on all alike; figures are medians over the turns, ratios medians of the turns' ratios.
+
+The workload is benchmarks/peers/workload.py. Peers run as their documentation says and in whichever of their settings
+(threads, processes) is fastest here, tried first; what else was set, and why, is said in their scripts. pfl has no
+asynchronous mode: it averages cohorts (FedAvg). A peer that cannot be installed is reported as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# Pinned: unpinned, pip may take gigabytes of CUDA. pfl asks for no torch by itself.
+PIN = "torch==2.13.0"
+# FLGo asks for torchvision, of which there may be no build for this torch, and which nothing here uses: it is
+# installed without its dependencies, then with those that it imports.
+NEEDS = ("tqdm", "prettytable", "requests", "matplotlib", "pyyaml", "networkx", "scipy")
+INSTALL = {
+    "flgo": (("--no-deps", "flgo==0.4.4"), NEEDS),
+    "pfl": (("pfl==0.6.0",),),
+}
+# What a peer's script is started with: processes, and threads of each. The first is taken where none is tried: FLGo's
+# default, and what was best for pfl on two quiet cores (MLP 450 updates/s against 320 in one process; CNN 101, 97).
+SETTINGS = {
+    "flgo": ((1, 1), (1, CORES)),
+    "pfl": ((CORES, 1), (1, CORES), (1, 1)),
+}
+MODELS = ("mlp", "cnn")
+ALGORITHMS = ("fedasync", "fedbuff")
+PATIENCE = 600  # seconds that one measurement may take
+
+
+class CommandError(Exception):
+    """A command that did not work; says why in one line."""
+
+
+def execute(command: list[str], **variables: str) -> str:
+    """Run a command to its end; its standard output."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Threads are what each script says, or torch's own; a bound set for tests would slow some systems only.
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables,
+        start_new_session=True,  # so that what it starts ends with it
+    )
+    try:
+        output, errors = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"took more than {PATIENCE} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        # pip says first what is wrong, Python last
+        said = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no word"]
+        raise CommandError(f"exit {process.returncode}: {said[0]}")
+    return output
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Make the environment, or take the one that is there; which peers are absent, and why."""
+    absent: dict[str, str] = {}
+    ready = folder / "installed"  # one file per installed peer
+    if not ready.exists():
+        print(f"making an environment in {folder}", flush=True)
+        try:
+            venv.create(folder, with_pip=True)
+            (folder / "constraints.txt").write_text(f"{PIN}\n")
+            _pip(folder, PIN, "numpy")
+        except (CommandError, OSError, subprocess.CalledProcessError) as error:
+            return dict.fromkeys(INSTALL, f"no environment: {error}")
+        ready.mkdir()
+    for peer, steps in INSTALL.items():
+        if (ready / peer).exists():
+            continue
+        try:
+            for wanted in steps:
+                _pip(folder, *wanted)
+            (ready / peer).touch()
+        except CommandError as error:
+            absent[peer] = str(error)
+    return absent
+
+
+def _pip(folder: Path, *wanted: str) -> None:
+    constraints = str(folder / "constraints.txt")
+    execute([_python(folder), "-m", "pip", "install", "--quiet", "--constraint", constraints, *wanted])
+
+
+def _python(folder: Path) -> str:
+    return str(folder / "bin" / "python")
+
+
+def measure_ours(model: str, updates: int) -> dict[str, Any]:
+    """afield and the naive loop, in this interpreter's environment."""
+    paths = os.pathsep.join((str(HERE.parent / "src"), str(HERE)))
+    return _last_line(
+        execute([sys.executable, str(HERE / "peers" / "ours.py"), model, str(updates)], PYTHONPATH=paths)
+    )
+
+
+def measure_peer(
+    folder: Path, peer: str, model: str, updates: int, setting: tuple[int, int]
+) -> dict[str, Any]:
+    """A peer, in the throw-away environment."""
+    processes, threads = setting
+    many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    script = [str(HERE / "peers" / f"{peer}_run.py"), model, str(updates), str(threads)]
+    return _last_line(
+        execute([_python(folder), "-W", "ignore", *(many if processes > 1 else []), *script], PYTHONPATH="")
+    )
+
+
+def _last_line(output: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return found
+
+
+def best_setting(folder: Path, peer: str, model: str, updates: int) -> tuple[int, int]:
+    """The setting in which a peer is fastest, by one short run each."""
+
+    def rate(setting: tuple[int, int]) -> float:
+        try:
+            found = measure_peer(folder, peer, model, updates, setting)["updates_per_s"][peer]
+        except CommandError:
+            return 0.0  # if all fail, the measurement itself says why
+        return statistics.fmean(found.values())
+
+    return max(dict.fromkeys(SETTINGS[peer]), key=rate)
+
+
+class Others:
+    """What part of the cores went to processes that are not ours; None where the system does not say."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), self._spent()
+
+    def share(self) -> float | None:
+        now = self._spent()
+        if now is None or self._before is None:
+            return None
+        return round((now - self._before) / (time.perf_counter() - self._began) / (os.cpu_count() or 1), 2)
+
+    @staticmethod
+    def _spent() -> float | None:
+        try:
+            words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        except OSError:
+            return None
+        ticks = [int(word) for word in words]
+        idle, waiting = ticks[3:5]
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK") - used.ru_utime - used.ru_stime
+
+
+class Figures:
+    """Updates per second of every turn, by model, system and algorithm."""
+
+    def __init__(self) -> None:
+        self.turns: dict[tuple[str, str, str], list[float]] = {}
+        self.versions: dict[str, str] = {"python": platform.python_version()}
+
+    def add(self, model: str, found: dict[str, Any]) -> None:
+        self.versions |= found["versions"]
+        for system, rates in found["updates_per_s"].items():
+            for algorithm, rate in rates.items():
+                self.turns.setdefault((model, system, algorithm), []).append(rate)
+
+    def rate(self, model: str, system: str, algorithm: str) -> float | None:
+        """The median over the turns; None if there is none."""
+        turns = self.turns.get((model, system, algorithm))
+        return statistics.median(turns) if turns else None
+
+    def ratio(self, model: str, system: str, algorithm: str) -> float | None:
+        """afield over another system: the median of the turns' ratios."""
+        mine = self.turns[model, "afield", algorithm]
+        theirs = self.turns.get((model, system, "fedavg" if system == "pfl" else algorithm))
+        if not theirs:
+            return None
+        return statistics.median(a / b for a, b in zip(mine, theirs, strict=False))
+
+
+def report(figures: Figures) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Print the table; the rates and the ratios for the line of JSON."""
+    rates: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
+    others = ("naive", "flgo", "pfl")
+    heads = ("afield", *others, *(f"/{other}" for other in others))
+    print("\nupdates/s, and afield over each of the others\n")
+    print(f"{'':14}" + "".join(f"{head:>9}" for head in heads))
+    for model in MODELS:
+        for algorithm in ALGORITHMS:
+            systems = {name: "fedavg" if name == "pfl" else algorithm for name in ("afield", *others)}
+            row = {name: figures.rate(model, name, used) for name, used in systems.items()}
+            over = {name: figures.ratio(model, name, algorithm) for name in others}
+            cells = [f"{value:.0f}" if value else "-" for value in row.values()]
+            cells += [f"{value:.2f}" if value else "-" for value in over.values()]
+            print(f"{model:5}{algorithm:9}" + "".join(f"{cell:>9}" for cell in cells))
+            rates.setdefault(model, {})[algorithm] = _rounded(row, 1)
+            ratios.setdefault(model, {})[algorithm] = _rounded(over, 3)
+    print("\npfl: FedAvg in cohorts of 50, the same figure in both rows of a model")
+    return rates, ratios
+
+
+def _rounded(values: dict[str, float | None], digits: int) -> dict[str, float]:
+    return {name: round(value, digits) for name, value in values.items() if value is not None}
+
+
+def compare(folder: Path, updates: int, turns: int, try_settings: bool) -> None:
+    """Install, measure, report."""
+    absent = prepare(folder)
+    figures = Figures()
+    chosen: dict[tuple[str, str], tuple[int, int]] = {}
+    for model in MODELS:
+        for peer in INSTALL:
+            chosen[peer, model] = SETTINGS[peer][0]
+            if try_settings and peer not in absent:
+                chosen[peer, model] = best_setting(folder, peer, model, max(50, updates // 5))
+    others = Others()
+    for turn in range(turns):
+        for model in MODELS:
+            print(f"turn {turn + 1} of {turns}, {model}", flush=True)
+            figures.add(model, measure_ours(model, updates))
+            for peer in [peer for peer in INSTALL if peer not in absent]:
+                try:
+                    figures.add(model, measure_peer(folder, peer, model, updates, chosen[peer, model]))
+                except CommandError as error:
+                    absent[peer] = str(error)
+    rates, ratios = report(figures)
+    settings = {f"{peer} {model}": used for (peer, model), used in chosen.items() if peer not in absent}
+    for name, (processes, threads) in settings.items():
+        print(f"{name}: {processes} process(es) of {threads} thread(s)")
+    for peer, reason in absent.items():
+        print(f"absent: {peer} ({reason})")
+    share = others.share()
+    if share is not None and share > 0.1:
+        print(
+            f"other processes took {share:.0%} of {CORES} cores: whoever uses several threads suffers most, run again"
+        )
+    line = {
+        "benchmark": "peers",
+        "updates_per_s": rates,
+        "ratios": ratios,
+        "versions": figures.versions,
+        "settings": settings,
+        "absent": absent,
+        "updates": updates,
+        "turns": turns,
+        "cores": CORES,
+        "others": share,
+    }
+    print(json.dumps(line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="afield, a naive loop, FLGo and pfl on one workload")
+    parser.add_argument("--quick", action="store_true", help="100 updates, 1 turn, settings not tried")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="the peers' environment, kept for the next time"
+    )
+    parser.add_argument("--updates", type=int, default=500, help="updates per measurement (500)")
+    options = parser.parse_args()
+    if options.updates < 1:
+        parser.error(f"--updates {options.updates} is below 1: give 1 or more")
+    updates, turns = (min(options.updates, 100), 1) if options.quick else (options.updates, 5)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="afield-peers-"))
+    try:
+        compare(folder.resolve(), updates, turns, try_settings=not options.quick)
+    except CommandError as error:
+        raise SystemExit(f"afield could not be measured: {error}") from None
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

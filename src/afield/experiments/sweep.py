@@ -1,0 +1,83 @@
+"""Several runs side by side, their clients trained in common blocks where models and data agree."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from afield.core.types import LocalResult, Receipt
+from afield.experiments.config import Config
+from afield.experiments.run import Prepared, prepare, written
+from afield.runtimes.simulate import threads
+from afield.runtimes.simulator import Measurement, Wanted
+from afield.training.block import BlockTrainer, joined
+
+ROOM = 2**29  # bytes of models in one common block; more gain nothing and leave the caches
+
+
+def prepare_all(configs: Sequence[Config]) -> list[Prepared]:
+    """The runs, ready to go together: those whose model, local training and data agree share one engine."""
+    kin: dict[object, BlockTrainer] = {}
+    return [prepare(config, kin) for config in configs]
+
+
+def run_together(
+    runs: Sequence[Prepared], folders: Sequence[Path]
+) -> Generator[tuple[int, Receipt | Measurement]]:
+    """Run all into new folders, yielding (which run, row) after each row was written.
+
+    Every run goes on until it needs training; then all that wait are trained at once. What comes out is what each
+    run gives alone: the same event log, the same models up to rounding.
+    """
+    with ExitStack() as stack:
+        write = [stack.enter_context(written(run, place)) for run, place in zip(runs, folders, strict=True)]
+        stack.enter_context(threads(max(run.config.runtime.threads or 1 for run in runs)))
+        alive = {number: run.simulator.steps() for number, run in enumerate(runs)}
+        results: dict[int, Sequence[LocalResult] | None] = dict.fromkeys(alive)
+        while alive:
+            waiting: dict[int, Wanted] = {}
+            for number, steps in list(alive.items()):
+                while number not in waiting:
+                    try:
+                        row = steps.send(results[number])
+                    except StopIteration:
+                        del alive[number]
+                        break
+                    results[number] = None
+                    if isinstance(row, Wanted):
+                        waiting[number] = row
+                    else:
+                        write[number](row)
+                        yield number, row
+            results.update(_trained(runs, waiting))
+
+
+def _trained(runs: Sequence[Prepared], waiting: dict[int, Wanted]) -> dict[int, Sequence[LocalResult]]:
+    """The results of every block that is waited for."""
+    found: dict[int, Sequence[LocalResult]] = {}
+    shared: dict[BlockTrainer, list[int]] = {}
+    for number, wanted in waiting.items():
+        trainer = runs[number].simulator.trainer
+        if isinstance(trainer, BlockTrainer):
+            shared.setdefault(trainer.engine, []).append(number)
+        else:
+            found[number] = trainer.train(wanted.tasks, wanted.bases, wanted.corrections)
+    for engine, numbers in shared.items():
+        room = max(1, ROOM // (engine.layout.size * engine.layout.dtype.itemsize))
+        while numbers:
+            part: list[int] = []
+            rows = 0
+            while numbers and (not part or rows + len(waiting[numbers[0]].tasks) <= room):
+                part.append(numbers.pop(0))
+                rows += len(waiting[part[-1]].tasks)
+            deals = []
+            for number in part:
+                wanted, trainer = waiting[number], runs[number].simulator.trainer
+                assert isinstance(trainer, BlockTrainer)
+                deals.append(trainer.deal(wanted.tasks, wanted.bases, wanted.corrections))
+            results = engine.run(joined(deals))
+            for number in part:
+                count = len(waiting[number].tasks)
+                found[number], results = results[:count], results[count:]
+    return found

@@ -1,0 +1,355 @@
+"""Local training of many clients at once, over stacked weights. Equal to training/local.py up to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from afield.core.errors import InputError
+from afield.core.flat import finite
+from afield.core.keys import Stream, mix
+from afield.core.protocols import Pool
+from afield.core.types import LocalResult, Task
+from afield.training.descent import Weights, corrected, descend, moments, plain
+from afield.training.draws import shuffled
+from afield.training.local import Local, LoopTrainer, batch_key
+from afield.training.pages import keep_pages
+from afield.training.step import Steps
+from afield.training.tape import CannotRecord
+
+NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
+
+
+@dataclass(slots=True)
+class Deal:
+    """Tasks in what their training depends on: one row each."""
+
+    bases: list[Tensor]
+    corrections: list[Tensor | None]
+    picks: (
+        Tensor  # [steps, rows, batch]: examples of the pool; a short batch is filled up with one of its own
+    )
+    counts: Tensor  # [steps, rows], on the CPU: how many of them count; 0 after the row's last step
+    sizes: list[int]  # examples that the row's client has
+    keys: list[int]  # of dropout
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @property
+    def steps(self) -> list[int]:
+        found: list[int] = (self.counts > 0).sum(dim=0).tolist()
+        return found
+
+    def part(self, rows: Sequence[int]) -> Deal:
+        """These rows, in this order."""
+        if list(rows) == list(range(len(self))):
+            return self
+        chosen = torch.tensor(rows)
+        steps = int((self.counts[:, chosen] > 0).any(dim=1).sum())
+        return Deal(
+            [self.bases[row] for row in rows],
+            [self.corrections[row] for row in rows],
+            self.picks[:steps, chosen.to(self.picks.device)],
+            self.counts[:steps, chosen],
+            [self.sizes[row] for row in rows],
+            [self.keys[row] for row in rows],
+        )
+
+
+def joined(deals: Sequence[Deal]) -> Deal:
+    """Deals over one pool as one."""
+    if len(deals) == 1:
+        return deals[0]
+    most = max(len(deal.counts) for deal in deals)
+    return Deal(
+        [base for deal in deals for base in deal.bases],
+        [correction for deal in deals for correction in deal.corrections],
+        torch.cat([functional.pad(d.picks, (0, 0, 0, 0, 0, most - len(d.counts))) for d in deals], dim=1),
+        torch.cat([functional.pad(d.counts, (0, 0, 0, most - len(d.counts))) for d in deals], dim=1),
+        [size for deal in deals for size in deal.sizes],
+        [key for deal in deals for key in deal.keys],
+    )
+
+
+class BlockTrainer:
+    """Trains a block of tasks by one tape over stacked weights, every row with its own number of steps.
+
+    Raises CannotRecord where the model is no flat list of operations, or where a first small block does not come out
+    as in the loop (a model that mixes examples, say): such models are trained by the loop.
+    """
+
+    method: ClassVar[str] = "vmap"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Pool,
+        local: Local,
+        seed: int,
+        loss: str = "cross-entropy",
+        device: torch.device | str = "cpu",
+        precision: str = "float32",
+        last: bool = False,
+    ) -> None:
+        if not all(isinstance(getattr(data, part, None), Tensor) for part in ("inputs", "targets")):
+            raise CannotRecord("the clients' data is not one pool of tensors")
+        self._engine = self
+        self.data, self.local, self.seed, self.device = data, local, seed, torch.device(device)
+        if self.device.type == "cpu":
+            keep_pages()
+        self.batch = min(local.batch, max(data.sizes))
+        self._module, self._loss = module, loss
+        self._near = NEAR if precision == "float32" else 100 * NEAR
+        self._inputs, labels = data.inputs.to(self.device), data.targets.to(self.device)
+        self.steps = Steps(module, loss, self._inputs, labels, self.batch, precision, last)
+        self.facts = self.steps.facts
+        self.layout = self.facts.layout
+        self._check(labels)
+        self._targets = self.steps.targets(labels)
+        self._prove()
+
+    @property
+    def engine(self) -> BlockTrainer:
+        """Whose buffers and tapes this trainer works with: deals of trainers with one engine may be joined."""
+        return self._engine
+
+    def sibling(self, data: Pool, seed: int) -> BlockTrainer:
+        """The same for another run: other clients' shares of the same pool, another seed."""
+        if data.inputs is not self.data.inputs:
+            raise InputError(
+                "the clients' data is another pool of tensors: such runs cannot be trained together"
+            )
+        other = copy.copy(self)
+        other.data, other.seed = data, seed
+        other.__dict__.pop("_order", None)
+        return other
+
+    def train(
+        self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+    ) -> list[LocalResult]:
+        """One result per task, in order."""
+        return self.engine.run(self.deal(tasks, bases, corrections))
+
+    def deal(
+        self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+    ) -> Deal:
+        """The tasks in what their training depends on: those of several runs may be trained together."""
+        for task, base in zip(tasks, bases, strict=True):
+            if base.shape != (self.layout.size,):
+                raise InputError(
+                    f"training failed (client {task.client}, task {task.number}): a base of shape "
+                    f"{tuple(base.shape)} is not a model of {self.layout.size} elements"
+                )
+        sizes = [self.data.sizes[task.client] for task in tasks]
+        picks, counts = self._picks(tasks, sizes)
+        keys = [0] * len(tasks)
+        if self.facts.drops:
+            keys = [mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1 for task in tasks]
+        return Deal(list(bases), list(corrections), picks, counts, sizes, keys)
+
+    def run(self, deal: Deal) -> list[LocalResult]:
+        """One result per row, in order."""
+        steps = deal.steps
+        ranks = sorted(
+            range(len(deal)), key=lambda row: -steps[row]
+        )  # so that the rows at work are the first ones
+        models, losses = self._train(deal.part(ranks))
+        sums, sound = self._looked(models, losses)
+        results: list[LocalResult] = [None] * len(deal)  # type: ignore[list-item]
+        for row, model, loss, fine in zip(ranks, models.unbind(), sums, sound, strict=True):
+            metrics = {"loss": loss / steps[row]} if steps[row] else {}
+            results[row] = LocalResult(
+                model, deal.sizes[row], steps[row], self.local.rate, metrics, bool(fine)
+            )
+        return results
+
+    def _looked(self, models: Tensor, losses: Tensor) -> tuple[list[float], list[float]]:
+        """The sums of losses, and which models are free of NaN and Inf: one look, as each would make a GPU wait."""
+        if models.is_cpu:  # where extremes by row take 7 times as long as those of all
+            fine = [True] * len(models) if finite(models) else [finite(model) for model in models]
+            return losses.tolist(), [float(one) for one in fine]
+        low, high = torch.aminmax(models, dim=1)
+        sums, sound = torch.stack([losses, (low.isfinite() & high.isfinite()).double()]).tolist()
+        return sums, sound
+
+    def _picks(self, tasks: Sequence[Task], sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Which examples each task trains on: local.batches of all of them at once, on the device."""
+        flat, starts = self._order
+        work = [self.local.work(task.client, size) for task, size in zip(tasks, sizes, strict=True)]
+        keys = [batch_key(self.seed, task.client, task.count) for task in tasks]
+        longest, most = max(sizes), max(work)
+        epochs = max(-(-steps // -(-size // self.batch)) for steps, size in zip(work, sizes, strict=True))
+        table = torch.tensor([sizes, work, keys, [starts[task.client] for task in tasks]])
+        step = torch.arange(most)[:, None]
+        size, wanted = table[0], table[1]
+        begin = step % -(-size // self.batch) * self.batch  # [steps, rows]: where in its epoch a batch begins
+        counts = torch.where(step < wanted, (size - begin).clamp(max=self.batch), 0)
+        # the large tensors, on the device
+        size, _, key, first = table.to(self.device)
+        step = torch.arange(most, device=self.device)[:, None]
+        per = -(-size // self.batch)
+        begin = (step % per * self.batch)[..., None]
+        turn = (step // per).clamp(max=epochs - 1)[..., None]
+        place = begin + torch.arange(self.batch, device=self.device)
+        place = torch.where(
+            place < size[:, None], place, begin
+        )  # a short batch is filled up with its first example
+        row = torch.arange(len(tasks), device=self.device)[:, None]
+        orders = shuffled(key, epochs, size, longest)
+        chosen = orders.view(-1)[place + (turn + row * epochs) * longest]
+        return flat[chosen + first[:, None]], counts
+
+    @cached_property
+    def _order(self) -> tuple[Tensor, list[int]]:
+        """Every client's examples one after the other, and where each client's begin."""
+        starts, total = [], 0
+        for size in self.data.sizes:
+            starts.append(total)
+            total += size
+        return torch.cat(list(self.data.parts)).to(self.device), starts
+
+    def _train(self, deal: Deal) -> tuple[Tensor, Tensor]:
+        """The trained models, one row each, and the sums of their losses; rows with more steps come first."""
+        tensors = self._stacked(deal)
+        parameters, sums = tensors[: self._count], tensors[self._count :]
+        held = self._beside(parameters)
+        corrections = self._corrections(deal)
+        if corrections is not None:
+            held.corrections = self._moving(list(self.layout.views(corrections).values()))
+        keys = torch.tensor(deal.keys, device=self.device)
+        losses = torch.zeros(len(deal), dtype=torch.float64, device=self.device)
+        rate = self.local.rate if plain(self.local) and corrections is None else None
+        weights, short = self.weights(deal)
+        width, moving = 0, 0 if rate is not None else len(self.facts.trainable)
+        with torch.inference_mode():
+            for step, rows in enumerate((deal.counts > 0).sum(dim=1).tolist()):
+                if rows != width:
+                    width, first = rows, slice(rows)
+                    given, kept, now = (
+                        [p[first] for p in parameters],
+                        [s[first] for s in sums],
+                        held.rows(first),
+                    )
+                tape = self.steps.get(many=True, short=short[step], rate=rate)
+                more = [weights[step, :rows]] if short[step] and weights is not None else []
+                if self.facts.drops:
+                    more += [keys[:rows], torch.full_like(keys[:rows], step)]
+                found = tape(rows, *given, *self._examples(deal.picks[step, :rows]), *more)
+                if rate is None:
+                    descend(self.local, now, list(found[:moving]), corrected(step))
+                losses[:rows] += found[moving]
+                self._keep(kept, list(found[moving + 1 :]), short[step])
+            if sums:
+                torch._foreach_div_(sums, [self._done(deal).view(-1, *[1] * (s.ndim - 1)) for s in sums])
+        return torch.cat([part.view(len(deal), -1) for part in tensors], dim=1), losses
+
+    def _stacked(self, deal: Deal) -> list[Tensor]:
+        """The bases as stacked parameters, then zeros for the sums of statistics."""
+        layout, rows = self.layout, len(deal)
+        found = []
+        for shape, start in zip(layout.shapes, layout.offsets, strict=True):
+            if start < layout.parameters:
+                part = torch.stack([base[start : start + shape.numel()] for base in deal.bases])
+                found.append(part.detach().view(rows, *shape))
+            else:
+                found.append(torch.zeros(rows, *shape, dtype=layout.dtype, device=self.device))
+        return found
+
+    def _beside(self, parameters: list[Tensor]) -> Weights:
+        """The trainable ones of stacked parameters, with what the optimiser needs at the start of a task."""
+        moving = self._moving(parameters)
+        anchors = [weight.clone() for weight in moving] if self.local.prox else []
+        return Weights(moving, anchors, [], moments(self.local, moving))
+
+    def _moving(self, parameters: list[Tensor]) -> list[Tensor]:
+        named = zip(self.layout.names, parameters, strict=False)
+        return [value for name, value in named if name in self.facts.trainable]
+
+    def _done(self, deal: Deal) -> Tensor:
+        """Steps per row."""
+        return (deal.counts > 0).sum(dim=0).to(self.device, self.layout.dtype)
+
+    @cached_property
+    def _count(self) -> int:
+        """Tensors of the layout that are parameters."""
+        return sum(start < self.layout.parameters for start in self.layout.offsets)
+
+    def weights(self, deal: Deal) -> tuple[Tensor | None, list[bool]]:
+        """What each example weighs in the mean of its batch, and at which steps a batch is short (None: at none)."""
+        counts = deal.counts
+        short: list[bool] = ((counts > 0) & (counts < self.batch)).any(dim=1).tolist()
+        if not any(short):
+            return None, short
+        filled = torch.arange(self.batch) < counts[..., None]
+        return (filled.to(self.layout.dtype) / counts.clamp(min=1)[..., None]).to(self.device), short
+
+    def _examples(self, picks: Tensor) -> tuple[Tensor, Tensor]:
+        flat = picks.reshape(-1)
+        return (
+            self._inputs.index_select(0, flat).view(*picks.shape, *self._inputs.shape[1:]),
+            self._targets.index_select(0, flat).view(*picks.shape, *self._targets.shape[1:]),
+        )
+
+    def _keep(self, sums: list[Tensor], statistics: list[Tensor], short: bool) -> None:
+        """Add up batch norm's statistics: a task ends with their mean over its batches."""
+        if statistics:
+            if not short:
+                self.steps.variances(statistics)
+            torch._foreach_add_(sums, statistics)
+
+    def _corrections(self, deal: Deal) -> Tensor | None:
+        if all(correction is None for correction in deal.corrections):
+            return None
+        found = torch.zeros(len(deal), self.layout.parameters, dtype=self.layout.dtype, device=self.device)
+        for row, correction in enumerate(deal.corrections):
+            if correction is not None:
+                found[row] = correction
+        return found
+
+    def _check(self, labels: Tensor) -> None:
+        """Raise where the loop would train, or fail, in another way."""
+        if self.facts.classes is not None:
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.facts.classes:
+                raise CannotRecord(
+                    f"labels run from {low} to {high}, outside the model's 0..{self.facts.classes - 1}"
+                )
+        if min(self.data.sizes) == 0:
+            raise CannotRecord("a client has no examples")
+        smallest = min(size % self.batch or self.batch for size in self.data.sizes)
+        if smallest == 1 and any(isinstance(part, nn.BatchNorm1d) for part in self._module.modules()):
+            raise CannotRecord("a batch of one example, which batch norm may not take")
+
+    def _prove(self) -> None:
+        """Train two clients for a few steps in both ways, a short batch among them; the numbers must agree."""
+        sizes = self.data.sizes
+        most = max(range(len(sizes)), key=lambda client: sizes[client])
+        ragged = min(
+            (client for client, size in enumerate(sizes) if size % self.batch),
+            key=sizes.__getitem__,
+            default=most,
+        )
+        tasks = [Task(number, client, 0, 0, 0.0) for number, client in enumerate((most, ragged))]
+        steps = max(2, -(-sizes[ragged] // self.batch))
+        mine, self.local = self.local, Local(steps=steps, batch=self.local.batch, rate=0.01)
+        loop = LoopTrainer(self._module, self.data, self.local, self.seed, self._loss, self.device)
+        base = self.layout.flatten(self._module).to(self.device)
+        with torch.backends.cudnn.flags(allow_tf32=False):  # which would tell both apart
+            right = loop.train(tasks, [base] * 2, [None] * 2)
+            found = self.train(tasks, [base] * 2, [None] * 2)
+        self.local = mine
+        for one, other in zip(right, found, strict=True):
+            change = float((one.model - base).abs().max())
+            apart = float((one.model - other.model).abs().max())
+            if not apart <= self._near * change + 1e-5:
+                raise CannotRecord(
+                    f"its clients do not train alone: a block differs from the loop by {apart:.1e}"
+                )

@@ -1,0 +1,100 @@
+"""Which way of training suits a model and a device: by rules with a measured reason, never by the clock."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from afield.core.errors import InputError, one_of
+from afield.core.protocols import Data
+from afield.training import workers
+from afield.training.block import BlockTrainer
+from afield.training.cuda import GraphTrainer, StreamTrainer
+from afield.training.local import Local, LoopTrainer
+from afield.training.tape import CannotRecord
+from afield.training.workers import WorkersTrainer
+
+log = logging.getLogger("afield")
+
+METHODS = ("auto", "loop", "vmap", "graph", "workers")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How local training is computed; what comes out is the same up to rounding (see docs/performance.md).
+
+    auto: `graph` on a GPU; on a CPU `workers` for convolutional models, `vmap` for others. `loop` is the definition.
+    `precision` and `channels_last` are for graphs.
+    """
+
+    method: str = "auto"
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False  # worth its minute in runs of more than about 100,000 steps
+
+    def __post_init__(self) -> None:
+        one_of("method", self.method, METHODS)
+        one_of("precision", self.precision, ("float32", "bfloat16"))
+        if self.method not in ("auto", "graph"):
+            for name in ("channels_last", "compile"):
+                if getattr(self, name):
+                    raise InputError(
+                        f"{name} = true is for method = 'graph', not {self.method!r}: leave it out"
+                    )
+            if self.precision != "float32":
+                raise InputError(
+                    f"precision = {self.precision!r} is for method = 'graph', not {self.method!r}"
+                )
+
+    def by(self, method: str) -> Training:
+        """The same by another method, without what that one does not know."""
+        return replace(self, method=method) if method == "graph" else Training(method)
+
+
+def convolutional(module: nn.Module) -> bool:
+    return any(isinstance(part, _ConvNd) for part in module.modules())
+
+
+def choose(module: nn.Module, device: str, cores: int | None = None) -> str:
+    """The method that `auto` stands for."""
+    if torch.device(device).type == "cuda":
+        return "graph"
+    if not convolutional(module):
+        return "vmap"
+    return "workers" if (workers.cores() if cores is None else cores) > 1 else "loop"
+
+
+def trainer(
+    module: nn.Module,
+    data: Data,
+    local: Local,
+    seed: int,
+    loss: str = "cross-entropy",
+    device: str = "cpu",
+    training: Training = Training(),
+) -> LoopTrainer | BlockTrainer | WorkersTrainer:
+    """A trainer by the method wanted; the loop, with a line in the log, where a model allows no other."""
+    wanted = training.method if training.method != "auto" else choose(module, device)
+    if wanted == "graph" and torch.device(device).type != "cuda":
+        raise InputError(
+            f"training.method = 'graph' needs a GPU, the device is {device!r}: use 'vmap' or 'workers'"
+        )
+    if wanted == "workers" and torch.device(device).type != "cpu":
+        raise InputError(f"training.method = 'workers' is for CPUs, the device is {device!r}: use 'graph'")
+    parts = (module, data, local, seed, loss)
+    try:
+        if wanted == "workers":
+            return WorkersTrainer(*parts)
+        if wanted == "vmap":
+            return BlockTrainer(*parts, device)  # type: ignore[arg-type]
+        if wanted == "graph":
+            kind = StreamTrainer if convolutional(module) else GraphTrainer
+            options = (training.precision, training.channels_last, training.compile)
+            return kind(*parts, device, *options)  # type: ignore[arg-type]
+    except CannotRecord as reason:
+        log.warning("training.method = %r cannot take this model, it trains by the loop: %s", wanted, reason)
+    return LoopTrainer(*parts, device)

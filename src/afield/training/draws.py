@@ -1,0 +1,30 @@
+"""Draws by key as tensors: the same numbers on every device, for one task or for many at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Odd numbers of 63 bits (torch's integers are signed): the streams of steps, epochs and layers start far apart.
+APART, FURTHER = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+_FIRST, _SECOND = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+def drawn(key: Tensor, place: Tensor) -> Tensor:
+    """Integers of 63 bits, a hash of key and place (each an integer tensor; they are broadcast)."""
+    mixed = (place ^ (key & 0x7FFFFFFFFFFF)) * _FIRST + (key >> 17)  # int64 wraps around, as a hash wants
+    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * _SECOND
+    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _FIRST
+    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
+
+
+def shuffled(keys: Tensor, epochs: int, sizes: Tensor, most: int) -> Tensor:
+    """[keys, epochs, most]: for each key and epoch the numbers 0 .. size - 1 in a random order, then the rest.
+
+    `sizes` is on the device of `keys`; `most` is the largest of them.
+    """
+    place = torch.arange(most, device=keys.device)
+    turn = torch.arange(epochs, device=keys.device) * APART
+    rank = drawn((keys[:, None] + turn)[..., None], place)
+    rank = torch.where(place < sizes[:, None, None], rank, 0x7FFFFFFFFFFFFFFF)
+    return rank.sort(dim=-1, stable=True).indices

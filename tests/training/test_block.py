@@ -1,0 +1,395 @@
+"""Many clients at once: every fast trainer gives what the loop gives, for every option and any mix of clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from afield.core.errors import InputError
+from afield.core.flat import Layout
+from afield.core.types import LocalResult, Task
+from afield.scenarios.data import ClientData, ListedData
+from afield.training.block import BlockTrainer, joined
+from afield.training.choose import Training, choose, trainer
+from afield.training.cuda import GraphTrainer, StreamTrainer, bucket
+from afield.training.local import Local, LoopTrainer
+from afield.training.models import MODELS, Point, build
+from afield.training.tape import CannotRecord
+
+SEED = 5
+SIZES = (37, 60, 20, 5, 8, 70)
+MAKERS: dict[str, Any] = {
+    "vmap": BlockTrainer,
+    "graph": GraphTrainer,
+    "streams": StreamTrainer,
+    "streams-last": lambda *parts, **more: StreamTrainer(*parts, last=True, **more),
+}
+
+
+def pool(shape: tuple[int, ...] = (1, 8, 8), sizes: Sequence[int] = SIZES, classes: int = 4) -> ClientData:
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(sum(sizes), *shape, generator=draw)
+    targets = torch.randint(classes, (sum(sizes),), generator=draw)
+    order = torch.randperm(sum(sizes), generator=draw)
+    return ClientData(inputs, targets, list(order.split(list(sizes))))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def cnn() -> nn.Module:
+    """Convolutions, one strided; norms; a residual; dropout. No bias before batch norm: its gradient is 0."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.Tanh(), nn.MaxPool2d(2), Residual(6)),
+        *(nn.Conv2d(6, 4, 3, stride=2, padding=1), nn.Dropout(0.3), nn.Flatten(), nn.Linear(16, 4)),
+    )
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm, self.group = nn.BatchNorm2d(channels, affine=False), nn.GroupNorm(2, channels)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.norm(self.group(self.inner(inputs)).tanh())
+
+
+def frozen() -> nn.Module:
+    module = mlp()
+    module[1].weight.requires_grad_(False)
+    return module
+
+
+class Tied(nn.Module):
+    """One weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(64, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(self.first(inputs).tanh()).flatten(1))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn, "frozen": frozen, "tied": Tied}
+LOCALS = {
+    "sgd": Local(epochs=2, batch=16),
+    "one short batch": Local(batch=100),
+    "momentum": Local(batch=16, momentum=0.9, weight_decay=0.01),
+    "prox": Local(batch=16, prox=0.5, weight_decay=0.01),
+    "adamw": Local(batch=16, optimiser="adamw", rate=0.002, weight_decay=0.1),
+    "unequal steps": Local(batch=16, steps=(1, 7, 2, 3, 9, 4)),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name]()
+
+
+def work(module: nn.Module, bent: bool = False) -> tuple[list[Task], list[Tensor], list[Tensor | None]]:
+    """One task of every client, and a second of client 0, from bases of their own."""
+    draw, layout = torch.Generator().manual_seed(3), Layout.of(module)
+    tasks = [Task(number, client, number, 0, 0.0) for number, client in enumerate((0, 1, 2, 3, 4, 5, 0))]
+    bases = [layout.flatten(module) + 0.01 * torch.rand(layout.size, generator=draw) for _ in tasks]
+    corrections = [0.1 * torch.randn(layout.parameters, generator=draw) if bent else None for _ in tasks]
+    if bent:
+        corrections[2] = None
+    return tasks, bases, corrections
+
+
+def same(found: Sequence[LocalResult], right: Sequence[LocalResult], near: float = 1e-5) -> None:
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=near, atol=near)
+        assert (one.examples, one.steps, one.rate) == (other.examples, other.steps, other.rate)
+        assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], rel=1e-4)
+        assert one.finite is True
+
+
+@pytest.mark.parametrize("bent", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS.keys())
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_option_as_in_the_loop(maker: str, module: str, local: Local, bent: bool) -> None:
+    built, data = made(module), pool()
+    tasks, bases, corrections = work(built, bent)
+    before = [base.clone() for base in bases]
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
+    fast = MAKERS[maker](built, data, local, SEED, device="cpu")
+    same(fast.train(tasks, bases, corrections), right)
+    same(fast.train(tasks[4:], bases[4:], corrections[4:]), right[4:])  # fewer, after what was left behind
+    assert all(torch.equal(one, other) for one, other in zip(before, bases, strict=True))
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """No TF32: the CPU has none."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("bent", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS.keys())
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("maker", [name for name in MAKERS if name != "vmap"])
+def test_every_option_on_a_gpu_as_in_the_loop_on_a_cpu(
+    maker: str, module: str, local: Local, bent: bool
+) -> None:
+    built, data = made(module), pool()
+    tasks, bases, corrections = work(built, bent)
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
+    fast = MAKERS[maker](built, data, local, SEED, device="cuda")
+    there = ([base.cuda() for base in bases], [None if c is None else c.cuda() for c in corrections])
+    for rows in (slice(0, 7), slice(4, 7), slice(0, 7)):  # the last time from graphs that are there
+        found = fast.train(tasks[rows], there[0][rows], there[1][rows])
+        same([replace(result, model=result.model.cpu()) for result in found], right[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("maker", ["graph", "streams", "streams-last"])
+def test_bfloat16_is_near(maker: str, module: str) -> None:
+    built, data = made(module), pool()
+    tasks, bases, corrections = work(built)
+    local = Local(batch=16)
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
+    fast = MAKERS[maker](built, data, local, SEED, device="cuda", precision="bfloat16")
+    found = fast.train(tasks, [base.cuda() for base in bases], corrections)
+    for one, other, base in zip(found, right, bases, strict=True):
+        moved = (other.model - base).norm()
+        assert float((one.model.cpu() - other.model).norm() / moved) < 0.1
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_is_the_same_step() -> None:
+    built, data = made("cnn"), pool()
+    tasks, bases, corrections = work(built)
+    local, there = Local(batch=16), [base.cuda() for base in bases]
+    plain, quick = (
+        StreamTrainer(built, data, local, SEED, device="cuda", compiling=compiling)
+        for compiling in (False, True)
+    )
+    same(quick.train(tasks, there, corrections), plain.train(tasks, there, corrections), 1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("point", "resnet18")])
+def test_the_models_of_the_papers(name: str) -> None:
+    shape = {"linear": (6,), "mlp": (6,)}.get(name, (3, 16, 16))
+    module, data = build(MODELS[name](), shape, 4, 0), pool(shape, (9, 16, 8))
+    tasks = [Task(number, number, 0, 0, 0.0) for number in range(3)]
+    bases = [Layout.of(module).flatten(module)] * 3
+    local = Local(batch=8, rate=0.01)
+    right = LoopTrainer(module, data, local, SEED).train(tasks, bases, [None] * 3)
+    same(BlockTrainer(module, data, local, SEED).train(tasks, bases, [None] * 3), right, 1e-4)
+    same(StreamTrainer(module, data, local, SEED, device="cpu").train(tasks, bases, [None] * 3), right, 1e-4)
+
+
+@pytest.mark.parametrize("loss", ["mse", "value"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_other_losses(maker: str, loss: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    if loss == "value":
+        rows = torch.tensor(
+            [[1.0, 0.0, 0.2, -2.0, -1.0], [0.2, 0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 0.0, 1.0]]
+        )
+        module, data = (
+            build(Point(), (5,), 1, 0),
+            ClientData(rows, torch.zeros(3), list(torch.arange(3).split([1, 2]))),
+        )
+    else:
+        module = nn.Linear(3, 1)
+        inputs, targets = torch.randn(13, 3, generator=draw), torch.randn(13, generator=draw)
+        data = ClientData(inputs, targets, list(torch.arange(13).split([6, 7])))
+    tasks, bases = [Task(0, 0, 0, 0, 0.0), Task(1, 1, 0, 0, 0.0)], [Layout.of(module).flatten(module)] * 2
+    local = Local(batch=4, steps=3)
+    right = LoopTrainer(module, data, local, SEED, loss).train(tasks, bases, [None] * 2)
+    same(MAKERS[maker](module, data, local, SEED, loss, device="cpu").train(tasks, bases, [None] * 2), right)
+
+
+def test_a_block_larger_than_there_are_streams() -> None:
+    built, data = made("cnn"), pool()
+    tasks = [Task(number, number % 6, number, 0, 0.0) for number in range(21)]
+    bases = [Layout.of(built).flatten(built)] * 21
+    local = Local(batch=16)
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, [None] * 21)
+    same(StreamTrainer(built, data, local, SEED, device="cpu").train(tasks, bases, [None] * 21), right)
+
+
+def test_deals_of_several_runs_train_as_one() -> None:
+    built, data = made("cnn"), pool()
+    tasks, bases, corrections = work(built)
+    local = Local(batch=16, steps=(1, 2, 3, 4, 5, 6))
+    several = [BlockTrainer(built, data, local, seed) for seed in (1, 2)]
+    deals = [one.deal(tasks, bases, corrections) for one in several]
+    right = [result for one in several for result in one.train(tasks, bases, corrections)]
+    same(several[0].run(joined(deals)), right)
+
+
+def test_results_do_not_depend_on_company() -> None:
+    built, data = made("mlp"), pool()
+    tasks, bases, corrections = work(built)
+    fast = BlockTrainer(built, data, Local(batch=16), SEED)
+    together = fast.train(tasks, bases, corrections)
+    alone = [fast.train([t], [b], [c])[0] for t, b, c in zip(tasks, bases, corrections, strict=True)]
+    same(alone, together, 1e-6)
+
+
+def test_what_is_not_finite_is_said_per_task() -> None:
+    built, data = made("mlp"), pool()
+    tasks, bases, corrections = work(built)
+    bases[1] = bases[1].clone().fill_(torch.inf)
+    found = BlockTrainer(built, data, Local(batch=16), SEED).train(tasks, bases, corrections)
+    assert [result.finite for result in found] == [True, False, True, True, True, True, True]
+
+
+def test_torchs_own_stream_and_the_module_are_left_alone() -> None:
+    built, data = made("cnn"), pool()
+    tasks, bases, corrections = work(built)
+    state, values = torch.get_rng_state(), {k: v.clone() for k, v in built.state_dict().items()}
+    BlockTrainer(built, data, Local(batch=16), SEED).train(tasks, bases, corrections)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(values[name], value) for name, value in built.state_dict().items())
+
+
+# -- what it cannot take -------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.inner(inputs.flatten(1))
+        return found * 2 if found.sum() > 0 else found
+
+
+class Mixes(Branches):
+    """An example's outputs depend on the others in its batch, which a filled-up batch would change."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.inner(inputs.flatten(1))
+        return found - 10 * found.mean(dim=0)
+
+
+class Draws(Branches):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(inputs.flatten(1)), 0.5, self.training)
+
+
+class Remembers(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.inner(inputs.flatten(1))
+        self.seen.add_(found.detach().sum(dim=0))
+        return found
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a branch on values": (Branches, "data-dependent|depends on the values|data_dependent"),
+    "examples that mix": (Mixes, "do not train alone"),
+    "its own random numbers": (Draws, "random"),
+    "a buffer of its own": (Remembers, "seen"),
+    "statistics of another kind": (
+        lambda: nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 4)),
+        "InstanceNorm2d",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_recorded_is_trained_by_the_loop(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, reason = REFUSED[case]
+    module, data = make(), pool()
+    with pytest.raises(CannotRecord, match=f"(?i){reason}"):
+        BlockTrainer(module, data, Local(batch=16), SEED)
+    with caplog.at_level(logging.WARNING, "afield"):
+        found = trainer(module, data, Local(batch=16), SEED, training=Training("vmap"))
+    assert found.method == "loop"
+    assert len(caplog.records) == 1 and "it trains by the loop" in caplog.text
+
+
+def test_data_that_is_no_pool_is_trained_by_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    rows = torch.utils.data.TensorDataset(torch.randn(9, 1, 8, 8), torch.zeros(9, dtype=torch.long))
+    found = trainer(mlp(), ListedData([rows]), Local(), SEED)
+    assert found.method == "loop" and "pool" in caplog.text
+
+
+def test_a_batch_of_one_example_and_batch_norm_over_rows() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4))
+    with pytest.raises(CannotRecord, match="one example"):
+        BlockTrainer(module, pool(sizes=(17, 16)), Local(batch=16), SEED)
+
+
+def test_a_base_of_another_size_names_client_and_task() -> None:
+    fast = BlockTrainer(made("mlp"), pool(), Local(batch=16), SEED)
+    with pytest.raises(InputError, match=r"client 3, task 8.*not a model"):
+        fast.train([Task(8, 3, 0, 0, 0.0)], [torch.zeros(5)], [None])
+
+
+# -- which method --------------------------------------------------------------------------------------------
+
+
+def test_the_rule_goes_by_model_and_device() -> None:
+    assert choose(mlp(), "cpu", cores=2) == "vmap"
+    assert choose(cnn(), "cpu", cores=2) == "workers"
+    assert choose(cnn(), "cpu", cores=1) == "loop"
+    assert choose(cnn(), "cuda") == choose(mlp(), "cuda") == "graph"
+
+
+@pytest.mark.parametrize(
+    ("training", "device", "message"),
+    [
+        (Training("graph"), "cpu", "needs a GPU"),
+        (Training("workers"), "cuda", "for CPUs"),
+    ],
+)
+def test_a_method_that_the_device_has_not(training: Training, device: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        trainer(mlp(), pool(), Local(), SEED, device=device, training=training)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"method": "vmpa"}, "vmap"),
+        ({"precision": "float16"}, "bfloat16"),
+        ({"method": "loop", "precision": "bfloat16"}, "for method = 'graph'"),
+        ({"method": "vmap", "channels_last": True}, "for method = 'graph'"),
+    ],
+)
+def test_settings_that_mean_nothing(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Training(**wrong)
+
+
+def test_widths_of_graphs() -> None:
+    assert [bucket(width) for width in (1, 2, 3, 4, 5, 6, 7, 9, 13, 100)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        6,
+        8,
+        12,
+        16,
+        128,
+    ]
+    assert all(width <= bucket(width) < 1.5 * width + 1 for width in range(1, 300))
