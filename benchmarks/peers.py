@@ -192,6 +192,11 @@ class Figures:
             for algorithm, rate in rates.items():
                 self.turns.setdefault((model, system, algorithm), []).append(rate)
 
+    def last(self, model: str) -> str:
+        """The newest turn in one line."""
+        mine = {key: turns[-1] for key, turns in self.turns.items() if key[0] == model}
+        return ", ".join(f"{system} {algorithm} {rate:.0f}" for (_, system, algorithm), rate in mine.items())
+
     def rate(self, model: str, system: str, algorithm: str) -> float | None:
         """The median over the turns; None if there is none."""
         turns = self.turns.get((model, system, algorithm))
@@ -245,13 +250,14 @@ def compare(folder: Path, updates: int, turns: int, try_settings: bool) -> None:
     others = Others()
     for turn in range(turns):
         for model in MODELS:
-            print(f"turn {turn + 1} of {turns}, {model}", flush=True)
+            print(f"turn {turn + 1} of {turns}, {model}:", end=" ", flush=True)
             figures.add(model, measure_ours(model, updates))
             for peer in [peer for peer in INSTALL if peer not in absent]:
                 try:
                     figures.add(model, measure_peer(folder, peer, model, updates, chosen[peer, model]))
                 except CommandError as error:
                     absent[peer] = str(error)
+            print(figures.last(model), flush=True)
     rates, ratios = report(figures)
     settings = {f"{peer} {model}": used for (peer, model), used in chosen.items() if peer not in absent}
     for name, (processes, threads) in settings.items():
@@ -289,6 +295,7 @@ def main() -> None:
     if options.updates < 1:
         parser.error(f"--updates {options.updates} is below 1: give 1 or more")
     updates, turns = (min(options.updates, 100), 1) if options.quick else (options.updates, 5)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     folder = options.keep or Path(tempfile.mkdtemp(prefix="afield-peers-"))
     try:
         compare(folder.resolve(), updates, turns, try_settings=not options.quick)

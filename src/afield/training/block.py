@@ -190,6 +190,12 @@ class BlockTrainer:
         table = torch.tensor([sizes, work, keys, [starts[task.client] for task in tasks]])
         step = torch.arange(most)[:, None]
         size, wanted = table[0], table[1]
+        if len(set(sizes)) == len(set(work)) == 1 and most * self.batch == epochs * longest:
+            # whole epochs of full batches, alike for all: the orders are the batches (a third of the time)
+            _, _, key, first = table.to(self.device)
+            orders = shuffled(key, epochs, None, longest) + first[:, None, None]
+            picks = flat[orders].view(len(tasks), most, self.batch).transpose(0, 1)
+            return picks, torch.full((most, len(tasks)), self.batch)
         begin = step % -(-size // self.batch) * self.batch  # [steps, rows]: where in its epoch a batch begins
         counts = torch.where(step < wanted, (size - begin).clamp(max=self.batch), 0)
         # the large tensors, on the device
@@ -232,7 +238,7 @@ class BlockTrainer:
         with torch.inference_mode():
             for step, rows in enumerate((deal.counts > 0).sum(dim=1).tolist()):
                 if rows != width:
-                    width, first = rows, slice(rows)
+                    width, first, sum_of = rows, slice(rows), losses[:rows]
                     given, kept, now = (
                         [p[first] for p in parameters],
                         [s[first] for s in sums],
@@ -245,7 +251,7 @@ class BlockTrainer:
                 found = tape(rows, *given, *self._examples(deal.picks[step, :rows]), *more)
                 if rate is None:
                     descend(self.local, now, list(found[:moving]), corrected(step))
-                losses[:rows] += found[moving]
+                sum_of.add_(found[moving])
                 self._keep(kept, list(found[moving + 1 :]), short[step])
             if sums:
                 torch._foreach_div_(sums, [self._done(deal).view(-1, *[1] * (s.ndim - 1)) for s in sums])

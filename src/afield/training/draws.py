@@ -18,13 +18,14 @@ def drawn(key: Tensor, place: Tensor) -> Tensor:
     return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
 
 
-def shuffled(keys: Tensor, epochs: int, sizes: Tensor, most: int) -> Tensor:
+def shuffled(keys: Tensor, epochs: int, sizes: Tensor | None, most: int) -> Tensor:
     """[keys, epochs, most]: for each key and epoch the numbers 0 .. size - 1 in a random order, then the rest.
 
-    `sizes` is on the device of `keys`; `most` is the largest of them.
+    `sizes` is on the device of `keys`; `most` is the largest of them (None: all have it).
     """
     place = torch.arange(most, device=keys.device)
     turn = torch.arange(epochs, device=keys.device) * APART
     rank = drawn((keys[:, None] + turn)[..., None], place)
-    rank = torch.where(place < sizes[:, None, None], rank, 0x7FFFFFFFFFFFFFFF)
+    if sizes is not None:
+        rank = torch.where(place < sizes[:, None, None], rank, 0x7FFFFFFFFFFFFFFF)
     return rank.sort(dim=-1, stable=True).indices

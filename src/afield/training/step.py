@@ -74,13 +74,16 @@ class Steps:
             any(isinstance(part, KeyedDropout) for part in parts.values()),
             self._classes(),
         )
+        self._tapes: dict[tuple[bool, bool], Tape] = {}
         self._made: dict[tuple[bool, bool, float | None], Callable[..., tuple[Tensor, ...]]] = {}
 
     def get(self, *, many: bool, short: bool, rate: float | None = None) -> Callable[..., tuple[Tensor, ...]]:
         """The function of such a step; recorded when it is first asked for."""
         key = (many, short, rate)
         if key not in self._made:
-            tape = simplified(self._record(many, short))
+            if (many, short) not in self._tapes:
+                self._tapes[many, short] = simplified(self._record(many, short))
+            tape = self._tapes[many, short]
             if rate is not None:
                 names = list(self._parameters())
                 tape = descending(
