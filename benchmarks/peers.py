@@ -7,9 +7,9 @@ leaves it in DIR, and takes it from there if it is there. Each measurement is a 
 then times the simulation alone: no imports, no data set-up, no evaluation. Systems take turns, so that whatever else
 the machine does falls on all alike; figures are medians over the turns, ratios medians of the turns' ratios.
 
-The workload is benchmarks/peers/workload.py. Peers run as their documentation says and in whichever of their settings
-(threads, processes) is fastest here, tried first; what else was set, and why, is said in their scripts. pfl has no
-asynchronous mode: it averages cohorts (FedAvg). A peer that cannot be installed is reported as absent.
+The workload is benchmarks/peers/workload.py. Peers run as their documentation says, with their work on one process or
+on a process per core, one thread or all: the fastest here is what counts. What else was set, and why, is said in their
+scripts. pfl has no asynchronous mode: it averages cohorts (FedAvg). A peer that cannot be installed is absent.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ INSTALL = {
     "flgo": (("--no-deps", "flgo==0.4.4"), NEEDS),
     "pfl": (("pfl==0.6.0",),),
 }
-# What a peer's script is started with: processes, and threads of each. The first is taken where none is tried: FLGo's
-# default, and what was best for pfl on two quiet cores (MLP 450 updates/s against 320 in one process; CNN 101, 97).
+# Processes, and threads of each, that a peer is given; the first alone if quick: FLGo's default, and what was best for
+# pfl on two quiet cores (MLP 450 updates/s against 320 in one process; CNN 101 against 97).
 SETTINGS = {
     "flgo": ((1, 1), (1, CORES)),
-    "pfl": ((CORES, 1), (1, CORES), (1, 1)),
+    "pfl": ((CORES, 1), (1, CORES)),
 }
 MODELS = ("mlp", "cnn")
 ALGORITHMS = ("fedasync", "fedbuff")
@@ -142,19 +142,6 @@ def _last_line(output: str) -> dict[str, Any]:
     return found
 
 
-def best_setting(folder: Path, peer: str, model: str, updates: int) -> tuple[int, int]:
-    """The setting in which a peer is fastest, by one short run each."""
-
-    def rate(setting: tuple[int, int]) -> float:
-        try:
-            found = measure_peer(folder, peer, model, updates, setting)["updates_per_s"][peer]
-        except CommandError:
-            return 0.0  # if all fail, the measurement itself says why
-        return statistics.fmean(found.values())
-
-    return max(dict.fromkeys(SETTINGS[peer]), key=rate)
-
-
 class Others:
     """What part of the cores went to processes that are not ours; None where the system does not say."""
 
@@ -180,88 +167,84 @@ class Others:
 
 
 class Figures:
-    """Updates per second of every turn, by model, system and algorithm."""
+    """Updates per second of every turn, by model, system and algorithm; a peer in two settings is two systems."""
 
     def __init__(self) -> None:
         self.turns: dict[tuple[str, str, str], list[float]] = {}
         self.versions: dict[str, str] = {"python": platform.python_version()}
 
-    def add(self, model: str, found: dict[str, Any]) -> None:
+    def add(self, model: str, found: dict[str, Any], setting: str = "") -> None:
         self.versions |= found["versions"]
         for system, rates in found["updates_per_s"].items():
             for algorithm, rate in rates.items():
-                self.turns.setdefault((model, system, algorithm), []).append(rate)
+                self.turns.setdefault((model, system + setting, algorithm), []).append(rate)
+                print(f"  {model} {system + setting} {algorithm}: {rate:.0f}", flush=True)
 
-    def last(self, model: str) -> str:
-        """The newest turn in one line."""
-        mine = {key: turns[-1] for key, turns in self.turns.items() if key[0] == model}
-        return ", ".join(f"{system} {algorithm} {rate:.0f}" for (_, system, algorithm), rate in mine.items())
-
-    def rate(self, model: str, system: str, algorithm: str) -> float | None:
-        """The median over the turns; None if there is none."""
-        turns = self.turns.get((model, system, algorithm))
-        return statistics.median(turns) if turns else None
-
-    def ratio(self, model: str, system: str, algorithm: str) -> float | None:
-        """afield over another system: the median of the turns' ratios."""
-        mine = self.turns[model, "afield", algorithm]
-        theirs = self.turns.get((model, system, "fedavg" if system == "pfl" else algorithm))
-        if not theirs:
-            return None
-        return statistics.median(a / b for a, b in zip(mine, theirs, strict=False))
+    def best(self, model: str, system: str, algorithm: str) -> tuple[str, list[float]] | None:
+        """The system's fastest setting, and its turns; None if it was not measured."""
+        used = "fedavg" if system == "pfl" else algorithm
+        mine = [
+            (name, turns)
+            for (where, name, what), turns in self.turns.items()
+            if (where, name.split()[0], what) == (model, system, used)
+        ]
+        return max(mine, key=lambda pair: statistics.median(pair[1]), default=None)
 
 
-def report(figures: Figures) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Print the table; the rates and the ratios for the line of JSON."""
-    rates: dict[str, Any] = {}
-    ratios: dict[str, Any] = {}
-    others = ("naive", "flgo", "pfl")
-    heads = ("afield", *others, *(f"/{other}" for other in others))
-    print("\nupdates/s, and afield over each of the others\n")
+def report(figures: Figures) -> dict[str, Any]:
+    """Print the table; the same for the line of JSON."""
+    systems = ("afield", "naive", *INSTALL)
+    rates: dict[str, Any] = {model: {algorithm: {} for algorithm in ALGORITHMS} for model in MODELS}
+    ratios: dict[str, Any] = {model: {algorithm: {} for algorithm in ALGORITHMS} for model in MODELS}
+    fastest: dict[str, list[str]] = {}
+    heads = (*systems, *(f"/{other}" for other in systems[1:]))
+    print("\nupdates/s, and afield over each of the others (pfl: FedAvg, the same figure in both rows)\n")
     print(f"{'':14}" + "".join(f"{head:>9}" for head in heads))
     for model in MODELS:
         for algorithm in ALGORITHMS:
-            systems = {name: "fedavg" if name == "pfl" else algorithm for name in ("afield", *others)}
-            row = {name: figures.rate(model, name, used) for name, used in systems.items()}
-            over = {name: figures.ratio(model, name, algorithm) for name in others}
-            cells = [f"{value:.0f}" if value else "-" for value in row.values()]
-            cells += [f"{value:.2f}" if value else "-" for value in over.values()]
+            mine: list[float] = []
+            for system in systems:
+                if not (best := figures.best(model, system, algorithm)):
+                    continue
+                name, turns = best
+                mine = mine or turns
+                rates[model][algorithm][system] = round(statistics.median(turns), 1)
+                if system != "afield":
+                    # a peer that failed in a later turn has fewer
+                    over = [a / b for a, b in zip(mine, turns, strict=False)]
+                    ratios[model][algorithm][system] = round(statistics.median(over), 3)
+                if name != system:
+                    fastest.setdefault(name, []).append(f"{model} {algorithm}")
+            cells = [_cell(rates[model][algorithm], system, 0) for system in systems]
+            cells += [_cell(ratios[model][algorithm], system, 2) for system in systems[1:]]
             print(f"{model:5}{algorithm:9}" + "".join(f"{cell:>9}" for cell in cells))
-            rates.setdefault(model, {})[algorithm] = _rounded(row, 1)
-            ratios.setdefault(model, {})[algorithm] = _rounded(over, 3)
-    print("\npfl: FedAvg in cohorts of 50, the same figure in both rows of a model")
-    return rates, ratios
+    print("\nprocesses x threads")
+    for name, where in fastest.items():
+        print(f"{name}: {', '.join(where)}")
+    return {"updates_per_s": rates, "ratios": ratios, "versions": figures.versions, "settings": fastest}
 
 
-def _rounded(values: dict[str, float | None], digits: int) -> dict[str, float]:
-    return {name: round(value, digits) for name, value in values.items() if value is not None}
+def _cell(values: dict[str, float], system: str, digits: int) -> str:
+    return f"{values[system]:.{digits}f}" if system in values else "-"
 
 
-def compare(folder: Path, updates: int, turns: int, try_settings: bool) -> None:
+def compare(folder: Path, updates: int, turns: int, quick: bool) -> None:
     """Install, measure, report."""
     absent = prepare(folder)
-    figures = Figures()
-    chosen: dict[tuple[str, str], tuple[int, int]] = {}
-    for model in MODELS:
-        for peer in INSTALL:
-            chosen[peer, model] = SETTINGS[peer][0]
-            if try_settings and peer not in absent:
-                chosen[peer, model] = best_setting(folder, peer, model, max(50, updates // 5))
-    others = Others()
+    figures, others = Figures(), Others()
     for turn in range(turns):
+        print(f"turn {turn + 1} of {turns}", flush=True)
         for model in MODELS:
-            print(f"turn {turn + 1} of {turns}, {model}:", end=" ", flush=True)
             figures.add(model, measure_ours(model, updates))
             for peer in [peer for peer in INSTALL if peer not in absent]:
+                settings = SETTINGS[peer][:1] if quick else dict.fromkeys(SETTINGS[peer])
                 try:
-                    figures.add(model, measure_peer(folder, peer, model, updates, chosen[peer, model]))
+                    for setting in settings:
+                        found = measure_peer(folder, peer, model, updates, setting)
+                        figures.add(model, found, f" {setting[0]}x{setting[1]}")
                 except CommandError as error:
                     absent[peer] = str(error)
-            print(figures.last(model), flush=True)
-    rates, ratios = report(figures)
-    settings = {f"{peer} {model}": used for (peer, model), used in chosen.items() if peer not in absent}
-    for name, (processes, threads) in settings.items():
-        print(f"{name}: {processes} process(es) of {threads} thread(s)")
+    found = report(figures)
     for peer, reason in absent.items():
         print(f"absent: {peer} ({reason})")
     share = others.share()
@@ -269,24 +252,13 @@ def compare(folder: Path, updates: int, turns: int, try_settings: bool) -> None:
         print(
             f"other processes took {share:.0%} of {CORES} cores: whoever uses several threads suffers most, run again"
         )
-    line = {
-        "benchmark": "peers",
-        "updates_per_s": rates,
-        "ratios": ratios,
-        "versions": figures.versions,
-        "settings": settings,
-        "absent": absent,
-        "updates": updates,
-        "turns": turns,
-        "cores": CORES,
-        "others": share,
-    }
-    print(json.dumps(line))
+    about = {"absent": absent, "updates": updates, "turns": turns, "cores": CORES, "others": share}
+    print(json.dumps({"benchmark": "peers", **found, **about}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="afield, a naive loop, FLGo and pfl on one workload")
-    parser.add_argument("--quick", action="store_true", help="100 updates, 1 turn, settings not tried")
+    parser.add_argument("--quick", action="store_true", help="100 updates, 1 turn, peers in one setting")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="the peers' environment, kept for the next time"
     )
@@ -298,7 +270,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     folder = options.keep or Path(tempfile.mkdtemp(prefix="afield-peers-"))
     try:
-        compare(folder.resolve(), updates, turns, try_settings=not options.quick)
+        compare(folder.resolve(), updates, turns, options.quick)
     except CommandError as error:
         raise SystemExit(f"afield could not be measured: {error}") from None
     finally:
