@@ -8,8 +8,8 @@ then times the simulation alone: no imports, no data set-up, no evaluation. Syst
 the machine does falls on all alike; figures are medians over the turns, ratios medians of the turns' ratios.
 
 The workload is benchmarks/peers/workload.py. Peers run as their documentation says, with their work on one process or
-on a process per core, one thread or all: the fastest here is what counts. What else was set, and why, is said in their
-scripts. pfl has no asynchronous mode: it averages cohorts (FedAvg). A peer that cannot be installed is absent.
+on a process per core, one thread or all: the fastest here is what counts. What else was set, and why, is said in
+their scripts. pfl has no asynchronous mode: it averages cohorts (FedAvg). A peer that cannot be installed is absent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ INSTALL = {
     "flgo": (("--no-deps", "flgo==0.4.4"), NEEDS),
     "pfl": (("pfl==0.6.0",),),
 }
-# Processes, and threads of each, that a peer is given; the first alone if quick: FLGo's default, and what was best for
-# pfl on two quiet cores (MLP 450 updates/s against 320 in one process; CNN 101 against 97).
+# Processes, and threads of each, that a peer is given; the first alone if quick: FLGo's default, and what was best
+# for pfl on two quiet cores (MLP 450 updates/s against 320 in one process; CNN 101 against 97).
 SETTINGS = {
     "flgo": ((1, 1), (1, CORES)),
     "pfl": ((CORES, 1), (1, CORES)),
