@@ -1,6 +1,6 @@
 """The same workload in afield, in a naive loop, in FLGo and in pfl: client updates per second.
 
-    python benchmarks/peers.py [--quick] [--keep DIR] [--updates 500]
+    python benchmarks/peers.py [--quick] [--keep DIR] [--updates 500] [--turns 5]
 
 The peers are installed into a throw-away virtual environment with the torch that afield is tested with; `--keep`
 leaves it in DIR, and takes it from there if it is there. Each measurement is a process of its own that warms up and
@@ -263,10 +263,13 @@ def main() -> None:
         "--keep", type=Path, metavar="DIR", help="the peers' environment, kept for the next time"
     )
     parser.add_argument("--updates", type=int, default=500, help="updates per measurement (500)")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each (5)")
     options = parser.parse_args()
     if options.updates < 1:
         parser.error(f"--updates {options.updates} is below 1: give 1 or more")
-    updates, turns = (min(options.updates, 100), 1) if options.quick else (options.updates, 5)
+    if options.turns < 1:
+        parser.error(f"--turns {options.turns} is below 1: give 1 or more")
+    updates, turns = (min(options.updates, 100), 1) if options.quick else (options.updates, options.turns)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     folder = options.keep or Path(tempfile.mkdtemp(prefix="afield-peers-"))
     try:

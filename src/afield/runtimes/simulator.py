@@ -30,6 +30,7 @@ ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
 # measurements, which so see everything up to and including their instant
 NOW, FIRST, THEN, LAST = range(4)
 Event = tuple[float, int, int, int, int]  # time, order at that time, sequence, kind, what
+Ahead = Callable[[], LocalResult]  # a result that is being computed: the call waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Simulator:
         self.near: list[Event] = []  # a second heap: arrivals that were trained, and the events between them
         self.sequence = 0
         self.flights: dict[int, Task] = {}
-        self.results: dict[int, LocalResult] = {}
+        self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
@@ -190,7 +191,8 @@ class Simulator:
                 break
             results = None
             if isinstance(row, Wanted):
-                results = self.trainer.train(row.tasks, row.bases, row.corrections)
+                begin = getattr(self.trainer, "ahead", self.trainer.train)
+                results = begin(row.tasks, row.bases, row.corrections)
                 while late:
                     yield late.popleft()
             elif late or (isinstance(row, Measurement) and not isinstance(row.values, dict)):
@@ -199,7 +201,7 @@ class Simulator:
                 yield row
         yield from late
 
-    def steps(self) -> Generator[Receipt | Measurement | Wanted, Sequence[LocalResult] | None, None]:
+    def steps(self) -> Generator[Receipt | Measurement | Wanted, Sequence[LocalResult | Ahead] | None, None]:
         """The same, but training is left to who runs it: each `Wanted` is answered by its results."""
         yield self._measure()
         if self.measuring.time is not None:
@@ -250,6 +252,8 @@ class Simulator:
 
     def _arrive(self, number: int) -> Receipt:
         task, result = self.flights.pop(number), self.results.pop(number)
+        if not isinstance(result, LocalResult):
+            result = result()
         server = self.server
         bound = self.manners.max_staleness
         fresh = bound is None or server.version - task.version <= bound
@@ -313,7 +317,7 @@ class Simulator:
         bases = [self.server.base(task) for task in tasks]
         return Wanted(tasks, bases, [self.server.correction(task) for task in tasks])
 
-    def _trained(self, wanted: Wanted, results: Sequence[LocalResult] | None) -> None:
+    def _trained(self, wanted: Wanted, results: Sequence[LocalResult | Ahead] | None) -> None:
         assert results is not None
         for task, result in zip(wanted.tasks, results, strict=True):
             self.results[task.number] = result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -24,6 +24,7 @@ from afield.training.pages import keep_pages
 from afield.training.step import Steps
 from afield.training.tape import CannotRecord
 
+LARGE = 50_000  # weights: from here on a model is worth a copy of its own
 NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
 
 
@@ -102,6 +103,7 @@ class BlockTrainer:
         if not all(isinstance(getattr(data, part, None), Tensor) for part in ("inputs", "targets")):
             raise CannotRecord("the clients' data is not one pool of tensors")
         self._engine = self
+        self._room: list[Tensor] = []  # stacked tensors of the widest block so far
         self.data, self.local, self.seed, self.device = data, local, seed, torch.device(device)
         if self.device.type == "cpu":
             keep_pages()
@@ -161,24 +163,28 @@ class BlockTrainer:
         ranks = sorted(
             range(len(deal)), key=lambda row: -steps[row]
         )  # so that the rows at work are the first ones
-        models, losses = self._train(deal.part(ranks))
-        sums, sound = self._looked(models, losses)
         results: list[LocalResult] = [None] * len(deal)  # type: ignore[list-item]
-        for row, model, loss, fine in zip(ranks, models.unbind(), sums, sound, strict=True):
+        for row, (model, loss, fine) in zip(ranks, self._looked(*self._train(deal.part(ranks))), strict=True):
             metrics = {"loss": loss / steps[row]} if steps[row] else {}
-            results[row] = LocalResult(
-                model, deal.sizes[row], steps[row], self.local.rate, metrics, bool(fine)
-            )
+            results[row] = LocalResult(model, deal.sizes[row], steps[row], self.local.rate, metrics, fine)
         return results
 
-    def _looked(self, models: Tensor, losses: Tensor) -> tuple[list[float], list[float]]:
-        """The sums of losses, and which models are free of NaN and Inf: one look, as each would make a GPU wait."""
-        if models.is_cpu:  # where extremes by row take 7 times as long as those of all
-            fine = [True] * len(models) if finite(models) else [finite(model) for model in models]
-            return losses.tolist(), [float(one) for one in fine]
-        low, high = torch.aminmax(models, dim=1)
-        sums, sound = torch.stack([losses, (low.isfinite() & high.isfinite()).double()]).tolist()
-        return sums, sound
+    def _looked(
+        self, models: Tensor | Iterator[Tensor], losses: Tensor
+    ) -> Iterator[tuple[Tensor, float, bool]]:
+        """Each model, the sum of its losses, and whether it is free of NaN and Inf."""
+        if not isinstance(models, Tensor):
+            for model, loss in zip(models, losses.tolist(), strict=True):
+                yield model, loss, finite(model)  # while it is in the cache
+        elif models.is_cpu:  # where extremes by row take 7 times as long as those of all
+            whole = finite(models)
+            for model, loss in zip(models.unbind(), losses.tolist(), strict=True):
+                yield model, loss, whole or finite(model)
+        else:  # one look, as each makes a GPU wait
+            low, high = torch.aminmax(models, dim=1)
+            sums, sound = torch.stack([losses, (low.isfinite() & high.isfinite()).double()]).tolist()
+            for model, loss, fine in zip(models.unbind(), sums, sound, strict=True):
+                yield model, loss, bool(fine)
 
     def _picks(self, tasks: Sequence[Task], sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Which examples each task trains on: local.batches of all of them at once, on the device."""
@@ -222,7 +228,7 @@ class BlockTrainer:
             total += size
         return torch.cat(list(self.data.parts)).to(self.device), starts
 
-    def _train(self, deal: Deal) -> tuple[Tensor, Tensor]:
+    def _train(self, deal: Deal) -> tuple[Tensor | Iterator[Tensor], Tensor]:
         """The trained models, one row each, and the sums of their losses; rows with more steps come first."""
         tensors = self._stacked(deal)
         parameters, sums = tensors[: self._count], tensors[self._count :]
@@ -255,18 +261,27 @@ class BlockTrainer:
                 self._keep(kept, list(found[moving + 1 :]), short[step])
             if sums:
                 torch._foreach_div_(sums, [self._done(deal).view(-1, *[1] * (s.ndim - 1)) for s in sums])
-        return torch.cat([part.view(len(deal), -1) for part in tensors], dim=1), losses
+        if self.layout.size < LARGE:
+            return torch.cat([part.view(len(deal), -1) for part in tensors], dim=1), losses
+        # each in memory of its own: a late arrival would keep its whole block, and the caches turn over
+        rows = zip(*(part.view(len(deal), -1).unbind() for part in tensors), strict=True)
+        return map(torch.cat, rows), losses
 
     def _stacked(self, deal: Deal) -> list[Tensor]:
-        """The bases as stacked parameters, then zeros for the sums of statistics."""
+        """The bases as stacked parameters, then zeros for the sums of statistics; always in the same memory."""
         layout, rows = self.layout, len(deal)
         found = []
-        for shape, start in zip(layout.shapes, layout.offsets, strict=True):
+        for number, (shape, start) in enumerate(zip(layout.shapes, layout.offsets, strict=True)):
+            if number == len(self._room) or len(self._room[number]) < rows:
+                fresh = torch.empty(rows, *shape, dtype=layout.dtype, device=self.device)
+                self._room[number:] = [fresh, *self._room[number + 1 :]]
+            part = self._room[number][:rows]
             if start < layout.parameters:
-                part = torch.stack([base[start : start + shape.numel()] for base in deal.bases])
-                found.append(part.detach().view(rows, *shape))
+                flat = part.view(rows, -1)
+                torch.stack([b[start : start + shape.numel()].detach() for b in deal.bases], out=flat)
             else:
-                found.append(torch.zeros(rows, *shape, dtype=layout.dtype, device=self.device))
+                part.zero_()
+            found.append(part)
         return found
 
     def _beside(self, parameters: list[Tensor]) -> Weights:
