@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from published import write_cifar10
 
 import afield
 from afield.core.errors import InputError
@@ -21,21 +21,12 @@ from afield.scenarios.images import CIFAR10, Synthetic
 from afield.training.local import Local
 from afield.training.models import MODELS, build
 
-
-def write_cifar10(folder: Path, per_batch: int = 4) -> np.ndarray:
-    rows = np.random.default_rng(3).integers(0, 256, (6 * per_batch, 3072), dtype=np.uint8)
-    for k, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        mine = slice(k * per_batch, (k + 1) * per_batch)
-        content = {b"data": rows[mine], b"labels": [k] * per_batch}
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-    return rows.reshape(-1, 3, 32, 32)
-
-
 # ---- crop and normalisation
 
 
 def test_fedasyncs_images_crop_the_middle_and_subtract_the_mean_image(tmp_path: Path) -> None:
-    images = write_cifar10(tmp_path).astype(np.float64)[:, :, 4:28, 4:28]  # rows and columns 4..27
+    rows = write_cifar10(tmp_path, 4).astype(np.float64)
+    images = rows.reshape(-1, 3, 32, 32)[:, :, 4:28, 4:28]  # rows and columns 4..27
     data = CIFAR10(folder=str(tmp_path), crop=24, normal="mean-image").load(0)
     mean = images[:20].mean(axis=0)
     assert data.inputs.shape == (20, 3, 24, 24)
