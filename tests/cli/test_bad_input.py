@@ -74,7 +74,8 @@ def refused(ended: Any, message: str) -> None:
         ),
         (
             [SET, "scenario.data=cifar10", SET, "scenario.data.folder=nowhere"],
-            "data_batch_1 (or data_batch_1.gz) is not in nowhere/cifar-10-batches-py and nowhere; give its folder",
+            "data_batch_1 (or data_batch_1.gz) is not in nowhere/cifar-10-batches-py and nowhere; it is "
+            "published at www.cs.toronto.edu/~kriz/cifar.html; give its folder",
         ),
         (
             [SET, "scenario.delay.name=trace", SET, "scenario.delay.file=x.csv"],

@@ -182,7 +182,7 @@ def test_what_ends_a_run(stop: dict[str, Any], ended: str) -> None:
         ),
         (
             {"scenario": {"data": {"name": "mnist", "folder": "/nowhere"}}},
-            r"train-images-idx3-ubyte .* is not in /nowhere/MNIST/raw and /nowhere; give its folder by",
+            r"train-images-idx3-ubyte .* is not in /nowhere/MNIST/raw and /nowhere; it is published at yann",
         ),
     ],
 )

@@ -9,6 +9,8 @@ from torch.utils.data import TensorDataset
 
 import afield
 from afield.core.flat import Layout
+from afield.scenarios.data import ClientData
+from afield.scenarios.images import Synthetic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +49,32 @@ def test_cuda_equals_cpu(name: str) -> None:
     assert [[getattr(r, f) for f in fields] for r in here.receipts] == [
         [getattr(r, f) for f in fields] for r in there.receipts
     ]
+    layout = Layout.of(here.model)
+    torch.testing.assert_close(layout.flatten(there.model), layout.flatten(here.model), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_augmented_images_on_cuda(kind: str) -> None:
+    data = Synthetic(shape=(3, 12, 12), classes=4, train=200, test=40).load(0)
+    convolution = [nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Dropout(0.2)] if kind == "cnn" else []
+
+    def run(device: str) -> afield.Result:
+        torch.manual_seed(1)
+        module = nn.Sequential(*convolution, nn.Flatten(), nn.Linear(600 if convolution else 432, 4))
+        return afield.simulate(
+            afield.FedBuff(size=3),
+            module,
+            ClientData(data.inputs, data.targets, list(torch.arange(200).split([30, 50, 25, 55, 40]))),
+            test=(data.test_inputs, data.test_targets),
+            delay=afield.delays.Exponential(),
+            local=afield.Local(rate=0.05, batch=16, augment=True),
+            updates=40,
+            device=device,
+        )
+
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        here, there = run("cpu"), run("cuda")
+    assert here.receipts == there.receipts
     layout = Layout.of(here.model)
     torch.testing.assert_close(layout.flatten(there.model), layout.flatten(here.model), rtol=1e-3, atol=1e-3)
 

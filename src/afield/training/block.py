@@ -17,6 +17,7 @@ from afield.core.flat import finite
 from afield.core.keys import Stream, mix
 from afield.core.protocols import Pool
 from afield.core.types import LocalResult, Task
+from afield.training.augment import augmented
 from afield.training.descent import Weights, corrected, descend, moments, plain
 from afield.training.draws import shuffled
 from afield.training.local import Local, LoopTrainer, batch_key
@@ -39,7 +40,7 @@ class Deal:
     )
     counts: Tensor  # [steps, rows], on the CPU: how many of them count; 0 after the row's last step
     sizes: list[int]  # examples that the row's client has
-    keys: list[int]  # of dropout
+    keys: list[int]  # of dropout and augmentation
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -153,7 +154,7 @@ class BlockTrainer:
         sizes = [self.data.sizes[task.client] for task in tasks]
         picks, counts = self._picks(tasks, sizes)
         keys = [0] * len(tasks)
-        if self.facts.drops:
+        if self._draws:
             keys = [mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1 for task in tasks]
         return Deal(list(bases), list(corrections), picks, counts, sizes, keys)
 
@@ -252,9 +253,10 @@ class BlockTrainer:
                     )
                 tape = self.steps.get(many=True, short=short[step], rate=rate)
                 more = [weights[step, :rows]] if short[step] and weights is not None else []
+                draw = [keys[:rows], torch.full_like(keys[:rows], step)] if self._draws else []
                 if self.facts.drops:
-                    more += [keys[:rows], torch.full_like(keys[:rows], step)]
-                found = tape(rows, *given, *self._examples(deal.picks[step, :rows]), *more)
+                    more += draw
+                found = tape(rows, *given, *self._examples(deal.picks[step, :rows], *draw), *more)
                 if rate is None:
                     descend(self.local, now, list(found[:moving]), corrected(step))
                 sum_of.add_(found[moving])
@@ -298,6 +300,11 @@ class BlockTrainer:
         """Steps per row."""
         return (deal.counts > 0).sum(dim=0).to(self.device, self.layout.dtype)
 
+    @property
+    def _draws(self) -> bool:
+        """Whether tasks draw random numbers in their steps, and so need a key."""
+        return self.facts.drops or self.local.augment
+
     @cached_property
     def _count(self) -> int:
         """Tensors of the layout that are parameters."""
@@ -312,12 +319,13 @@ class BlockTrainer:
         filled = torch.arange(self.batch) < counts[..., None]
         return (filled.to(self.layout.dtype) / counts.clamp(min=1)[..., None]).to(self.device), short
 
-    def _examples(self, picks: Tensor) -> tuple[Tensor, Tensor]:
+    def _examples(self, picks: Tensor, *draw: Tensor) -> tuple[Tensor, Tensor]:
+        """The batches of a step; `draw` is (key, step) of each row, where anything is drawn."""
         flat = picks.reshape(-1)
-        return (
-            self._inputs.index_select(0, flat).view(*picks.shape, *self._inputs.shape[1:]),
-            self._targets.index_select(0, flat).view(*picks.shape, *self._targets.shape[1:]),
-        )
+        inputs = self._inputs.index_select(0, flat).view(*picks.shape, *self._inputs.shape[1:])
+        if self.local.augment:
+            inputs = augmented(inputs, *draw)
+        return inputs, self._targets.index_select(0, flat).view(*picks.shape, *self._targets.shape[1:])
 
     def _keep(self, sums: list[Tensor], statistics: list[Tensor], short: bool) -> None:
         """Add up batch norm's statistics: a task ends with their mean over its batches."""
@@ -360,7 +368,8 @@ class BlockTrainer:
         )
         tasks = [Task(number, client, 0, 0, 0.0) for number, client in enumerate((most, ragged))]
         steps = max(2, -(-sizes[ragged] // self.batch))
-        mine, self.local = self.local, Local(steps=steps, batch=self.local.batch, rate=0.01)
+        mine = self.local
+        self.local = Local(steps=steps, batch=mine.batch, rate=0.01, augment=mine.augment)
         loop = LoopTrainer(self._module, self.data, self.local, self.seed, self._loss, self.device)
         base = self.layout.flatten(self._module).to(self.device)
         with torch.backends.cudnn.flags(allow_tf32=False):  # which would tell both apart

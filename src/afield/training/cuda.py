@@ -176,7 +176,7 @@ class GraphTrainer(BlockTrainer):
         held.picks[steps, rows] = deal.picks
         if shares is not None:
             held.shares[steps, rows] = shares
-        if self.facts.drops:
+        if self._draws:
             held.keys[rows] = torch.tensor(deal.keys, device=self.device)
         for cleared in ([held.losses, held.step], held.sums, *held.weights.moments):
             if cleared:
@@ -210,9 +210,10 @@ class GraphTrainer(BlockTrainer):
         """One step of the first `width` rows; `whole`: the tape makes it by itself."""
         first = slice(width)
         more = [self._now(held.shares[:, first], held)] if short else []
+        draw = [held.keys[first], held.step.expand(width)]
         if self.facts.drops:
-            more += [held.keys[first], held.step.expand(width)]
-        examples = self._examples(self._now(held.picks[:, first], held))
+            more += draw
+        examples = self._examples(self._now(held.picks[:, first], held), *draw)
         found = tape(width, *self._halved([p[first] for p in held.parameters]), *examples, *more)
         moving = 0 if whole else len(self.facts.trainable)
         if not whole:
@@ -273,7 +274,8 @@ class StreamTrainer(GraphTrainer):
         return torch.compile(tape, dynamic=False) if self._compiling and not self._proving else tape
 
     def _body(self, held: Held, tape: Step, width: int, short: bool, bent: bool, whole: bool) -> None:
-        inputs, targets = self._examples(self._now(held.picks[:, :width], held))
+        draw = (held.keys[:width], held.step.expand(width))
+        inputs, targets = self._examples(self._now(held.picks[:, :width], held), *draw)
         shares = self._now(held.shares[:, :width], held) if short else None
         scales = self._scales(held)
 

@@ -19,6 +19,7 @@ from afield.core.flat import Layout, own_copy
 from afield.core.keys import Stream, mix
 from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
+from afield.training.augment import augmented, check_images
 from afield.training.draws import shuffled
 from afield.training.layers import Moment, keyed
 
@@ -37,6 +38,9 @@ class Local:
     weight_decay: float = 0.0
     prox: float = 0.0
     optimiser: str = "sgd"
+    augment: bool = (
+        False  # images are cropped (4 zeros around them) and flipped at random (training/augment.py)
+    )
 
     def __post_init__(self) -> None:
         within("epochs", self.epochs, 1, math.inf)
@@ -150,6 +154,9 @@ class LoopTrainer:
         self._optimiser = local.over(self._trainable())
         norms = (part for part in self._module.modules() if isinstance(part, _NormBase))
         self._norms = [norm for norm in norms if norm.track_running_stats]
+        if local.augment and any(data.sizes):  # fail here, not in the first task
+            full = next(client for client, size in enumerate(data.sizes) if size)
+            check_images(data.batch(full, torch.zeros(1, dtype=torch.long))[0])
         self._start_statistics()
         self._buffers = _Buffers(self._module, self.layout)
 
@@ -207,7 +214,10 @@ class LoopTrainer:
                 norm.momentum = 1.0 / (step + 1)
         self._gradient.zero_()
         self._moment.step, self._moment.calls = torch.tensor(step, device=self.device), 0
-        loss = self._loss(self._module(placed(inputs, self.device)), placed(targets, self.device))
+        inputs = placed(inputs, self.device)
+        if self.local.augment and self._moment.key is not None:
+            inputs = augmented(inputs, self._moment.key, self._moment.step)
+        loss = self._loss(self._module(inputs), placed(targets, self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         if anchor is not None and self._distance is not None:
             torch.sub(self._weights, anchor, out=self._distance)
