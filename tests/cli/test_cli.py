@@ -186,7 +186,7 @@ def test_compare_takes_single_runs_and_folders_of_runs(afield: Command, here: Pa
 
 def test_compare_tells_unfinished_runs(afield: Command, here: Path, race: Path) -> None:
     afield("run", race, "--strategy", "asgd", "--seed", "0", "--out", "one")
-    (here / "one" / "model.safetensors").unlink()
+    (here / "one" / "summary.json").unlink()
     assert "1 of 1 runs unfinished" in afield("compare", "one").out
 
 
