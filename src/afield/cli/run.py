@@ -147,4 +147,3 @@ def _free(parent: Path, name: str) -> Path:
     while (folder := parent / f"{slug(name)}-{number:03d}").exists():
         number += 1
     return folder
-

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,14 @@ class Paper:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row, column or variant: what it lays over the experiment, and the labels it is limited to."""
+    """One row, column or variant: what it lays over the experiment.
+
+    `at` lays more over where it meets a label of another axis; `only` names the labels that it is limited to.
+    """
 
     label: str = ""
-    changes: Mapping[str, Any] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only: tuple[str, ...] = ()
 
 
@@ -85,7 +90,9 @@ class Preset:
     def seeds(self, scale: str) -> tuple[int, ...]:
         found = self.scales.get(scale, {}).get("seeds", self.shared.get("seeds", [0]))
         if not isinstance(found, list) or not found or not all(isinstance(seed, int) for seed in found):
-            raise InputError(f"{self.name}: seeds = {found} at scale {scale!r}: write for example seeds = [0]")
+            raise InputError(
+                f"{self.name}: seeds = {found} at scale {scale!r}: write for example seeds = [0]"
+            )
         return tuple(found)
 
     def sweep(self, scale: str) -> Sweep:
@@ -96,7 +103,9 @@ class Preset:
         """Every row x column x variant at a scale, but those that `only` (labels of any axis) leaves out."""
         one_of("--scale", scale, SCALES)
         cut = self.scales.get(scale, {})
-        kept = self._kept(self._kept({axis: list(self.axes[axis]) for axis in AXES}, cut.get("only", ())), only)
+        kept = self._kept(
+            self._kept({axis: list(self.axes[axis]) for axis in AXES}, cut.get("only", ())), only
+        )
         over = {key: value for key, value in cut.items() if key not in (*AXES, "only", "seeds", "sweep")}
         plain = {key: value for key, value in self.shared.items() if key not in ("seeds", "sweep")}
         found = []
@@ -106,11 +115,16 @@ class Preset:
                 continue
             table = plain
             for entry in entries:
-                table = merge(table, entry.changes or {})
+                table = merge(table, entry.changes)
+            for entry, label in itertools.product(entries, labels):
+                table = merge(table, entry.at.get(label, {}))
             table = merge(table, over)
             for axis, label in zip(AXES, labels, strict=True):
                 table = merge(table, cut.get(axis, {}).get(label, {}))
             found.append(Cell(*labels, table))
+        for place, count in Counter(cell.folder for cell in found).items():
+            if count > 1:
+                raise InputError(f"{self.name}: {count} cells make the folder {place!r}: choose other labels")
         return found
 
     def _kept(self, entries: dict[str, list[Entry]], only: Sequence[str]) -> dict[str, list[Entry]]:
@@ -118,7 +132,9 @@ class Preset:
         known = [entry.label for axis in AXES for entry in entries[axis] if entry.label]
         for label in only:
             if label not in known:
-                raise InputError(f"{label!r} is no row, column or variant of {self.name}{closest(label, known)}")
+                raise InputError(
+                    f"{label!r} is no row, column or variant of {self.name}{closest(label, known)}"
+                )
         return {
             axis: [entry for entry in listed if entry.label in only] or listed
             for axis, listed in entries.items()
@@ -143,26 +159,22 @@ def load_preset(name: str) -> Preset:
 
 
 def preset(table: Mapping[str, Any]) -> Preset:
-    """The preset that a table describes; every cell of every scale is looked at."""
+    """The preset that a table describes."""
     name = str(table["name"])
     try:
-        made = _preset(name, table)
-        for scale in SCALES:
-            made.sweep(scale)
-            cells = made.cells(scale)
-            places = [cell.folder for cell in cells]
-            for cell in cells:
-                if places.count(cell.folder) > 1:
-                    raise InputError(f"two cells make the folder name {cell.folder!r}: choose other labels")
-                cell.configs(made.seeds(scale)[:1])
+        return _preset(name, table)
     except InputError as error:
         raise InputError(f"preset {name}: {error}") from error
-    return made
 
 
 def _preset(name: str, table: Mapping[str, Any]) -> Preset:
     theirs = dict(table.get("theirs", {}))
     axes = {axis: _axis(axis, table.get(axis, [])) for axis in AXES}
+    labels = [entry.label for axis in AXES for entry in axes[axis]]
+    for entry in (entry for axis in AXES for entry in axes[axis]):
+        for label in (*entry.at, *entry.only):
+            if label not in labels:
+                raise InputError(f"{entry.label!r} names {label!r}{closest(label, labels)}")
     scales = _scales(table.get("scales", {}), axes)
     _check_theirs(theirs, axes)
     grid = table.get("grid", {})
@@ -184,8 +196,8 @@ def _axis(axis: str, given: Any) -> tuple[Entry, ...]:
             raise InputError(f"{axis}[{number}] has no label: write label = '...'")
         if label in [other.label for other in found]:
             raise InputError(f"two of {axis} are labelled {label!r}: give each its own label")
-        changes = {key: value for key, value in entry.items() if key not in ("label", "only")}
-        found.append(Entry(label, changes, tuple(entry.get("only", ()))))
+        changes = {key: value for key, value in entry.items() if key not in ("label", "at", "only")}
+        found.append(Entry(label, changes, entry.get("at", {}), tuple(entry.get("only", ()))))
     return tuple(found) or (Entry(),)
 
 
@@ -226,4 +238,6 @@ def _check_number(row: str, value: Any) -> None:
     else:
         good = isinstance(value, int | float | str)
     if not good:
-        raise InputError(f"theirs.{row} has {value!r}: write a number, [mean, std], or [] where there is none")
+        raise InputError(
+            f"theirs.{row} has {value!r}: write a number, [mean, std], or [] where there is none"
+        )
