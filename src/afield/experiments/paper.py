@@ -1,4 +1,4 @@
-"""A paper's table or figure as data: an experiment with axes, the paper's own numbers, and scales that cut it down."""
+"""A paper's table or figure as data: an experiment with axes, the paper's numbers, and scales that cut it down."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Paper:
     cost: str = ""  # what the paper's scale takes
     kind: str = "table"
     metric: str = "final"  # the paper's number: a name of reports/quantities.py
-    x: tuple[str, ...] = ("versions",)  # curves: one picture per axis
-    y: tuple[str, ...] = ("accuracy",)  # curves: one row of panels each
+    x: tuple[str, ...] = ("versions",)  # curves: one picture per axis; lines: what the columns are
+    y: tuple[str, ...] = ("accuracy",)  # one row of panels each
+    hidden: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # curves: rows left out, by axis
     extras: tuple[str, ...] = ()  # more quantities for the table of all measurements
     open: tuple[str, ...] = ()  # what the paper leaves open, and what was chosen
     notes: tuple[str, ...] = ()
@@ -121,7 +122,8 @@ class Preset:
             table = merge(table, over)
             for axis, label in zip(AXES, labels, strict=True):
                 table = merge(table, cut.get(axis, {}).get(label, {}))
-            found.append(Cell(*labels, table))
+            row, column, variant = labels
+            found.append(Cell(row, column, variant, table))
         for place, count in Counter(cell.folder for cell in found).items():
             if count > 1:
                 raise InputError(f"{self.name}: {count} cells make the folder {place!r}: choose other labels")
@@ -189,7 +191,7 @@ def _preset(name: str, table: Mapping[str, Any]) -> Preset:
 def _axis(axis: str, given: Any) -> tuple[Entry, ...]:
     if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
         raise InputError(f"{axis} is not an array of tables: write [[{axis}]] before each")
-    found = []
+    found: list[Entry] = []
     for number, entry in enumerate(given):
         label = entry.get("label")
         if not isinstance(label, str) or not label:

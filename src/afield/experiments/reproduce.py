@@ -232,16 +232,13 @@ def _run(jobs: Sequence[Job], sweep: Sweep, say: Say) -> None:
     done, began = 0, time.perf_counter()
     for start in range(0, len(jobs), width):
         group = jobs[start : start + width]
-        last: dict[int, Measurement] = {}
         if len(group) == 1:
             prepared = [prepare(group[0].config)]
             rows: Any = ((0, row) for row in run(prepared[0], group[0].folder))
         else:
             prepared = prepare_all([job.config for job in group])
             rows = run_together(prepared, [job.folder for job in group])
-        for number, row in rows:
-            if isinstance(row, Measurement):
-                last[number] = row
+        last = {number: row for number, row in rows if isinstance(row, Measurement)}
         for number, job in enumerate(group):
             done += 1
             spent = time.perf_counter() - began

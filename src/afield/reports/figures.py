@@ -27,6 +27,7 @@ X = {
     "wall": ("wall", 1, "wall time (s)"),
 }
 Y = {"accuracy": "test accuracy", "loss": "test loss", "train_loss": "training loss"}
+SHARED = ("gradients", "communications")
 WIDE, HIGH = 3.4, 2.8  # inches of a panel
 
 
@@ -55,15 +56,12 @@ def _panels(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
     return figure, found
 
 
-def _legend(figure: Figure, names: Sequence[str]) -> None:
-    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i in range(len(names))]
-    figure.legend(
-        keys, list(names), loc="outside upper center", ncols=min(len(names), 4), frameon=False, fontsize=8
-    )
-
-
-def _line_names(outcome: Outcome) -> list[str]:
-    return [", ".join(part for part in line if part) or "ours" for line in outcome.lines]
+def _legend(figure: Figure, lines: Sequence[tuple[int, tuple[str, str]]]) -> None:
+    """The names of numbered lines."""
+    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i, _ in lines]
+    names = [", ".join(part for part in line if part) or "ours" for _, line in lines]
+    where = "outside upper center"
+    figure.legend(keys, names, loc=where, ncols=min(len(names), 4), frameon=False, fontsize=8)
 
 
 # -- curves -------------------------------------------------------------------------------------------
@@ -74,18 +72,22 @@ def _curves(outcome: Outcome, x: str, path: Path) -> None:
     if x not in X:
         raise LoadError(f"x = {x!r} is no axis: choose from {', '.join(X)}")
     measures, columns = outcome.paper["y"], outcome.columns
+    hidden = outcome.paper["hidden"].get(x, ())
+    lines = [(number, line) for number, line in enumerate(outcome.lines) if line[0] not in hidden]
     figure, panels = _panels(len(measures), len(columns))
     for y, row in zip(measures, panels, strict=True):
         for column, panel in zip(columns, row, strict=True):
-            for number, line in enumerate(outcome.lines):
+            for number, line in lines:
                 place = outcome.at(line, column)
                 if place is not None:
                     _curve(panel, place.runs, x, y, number)
+            if x in SHARED and panel.lines:  # rounds give ten times as much of it: shown as far as all go
+                panel.set_xlim(0, min(line.get_xdata()[-1] for line in panel.lines))  # type: ignore[index]
             panel.set_xlabel(X[x][2])
             panel.set_ylabel(Y.get(y, y))
             panel.set_xmargin(0)
             panel.set_title(column, fontsize=9, color=INK)
-    _legend(figure, _line_names(outcome))
+    _legend(figure, lines)
     _save(figure, path)
 
 
@@ -131,8 +133,9 @@ def _over_columns(outcome: Outcome, path: Path, bars: bool) -> None:
                         *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
                     )
         panel.set_ylabel(quantity(name).title)
+        panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
         panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
-    _legend(figure, _line_names(outcome))
+    _legend(figure, list(enumerate(outcome.lines)))
     _save(figure, path)
 
 
