@@ -235,7 +235,7 @@ def test_doctor(afield: Command, here: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_version_and_help(afield: Command) -> None:
     assert afield("--version").out == f"afield {package.__version__}\n"
-    for arguments in ((), ("run",), ("compare",), ("list",), ("doctor",)):
+    for arguments in ((), ("run",), ("compare",), ("reproduce",), ("tune",), ("list",), ("doctor",)):
         ended = afield(*arguments, "--help")
         assert (ended.status, ended.err) == (0, "")
         assert "Usage: afield" in ended.out

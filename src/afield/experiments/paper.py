@@ -150,10 +150,9 @@ def papers() -> dict[str, Path]:
 
 def load_preset(name: str) -> Preset:
     """A preset by its name, or from a TOML file of the user's."""
-    known = papers()
-    path = known.get(name, Path(name))
-    if name not in known and not path.is_file():
-        raise InputError(f"{name} is neither a paper's preset nor a file{closest(name, known)}")
+    path = presets().get(name, Path(name))
+    if not path.is_file():
+        raise InputError(f"{name} is neither a paper's preset nor a file{closest(name, papers())}")
     table = read(path)
     if "paper" not in table:
         raise InputError(f"{name} has no [paper] table: afield run takes it, afield reproduce does not")

@@ -155,15 +155,14 @@ def _check_stand_ins(preset: Preset, configs: Mapping[str, list[Config]], allowe
 
 
 def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], folder: Path) -> None:
-    """Raise where a finished run of this folder is another one than is wanted; unfinished ones are cleared away."""
+    """Raise where a finished run of this folder is another one than is wanted."""
     plan = folder / PLAN
     if folder.exists() and not plan.is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and holds no reproduction: choose another --out, or remove it")
     for cell in cells:
         for place in sorted((folder / cell.folder).glob("seed-*")):
             if not (place / SUMMARY).is_file():
-                shutil.rmtree(place)  # it was stopped: a run cannot be taken up in its middle
-                continue
+                continue  # it was stopped
             stored = config(tomllib.loads((place / "config.toml").read_text(encoding="utf-8")))
             wanted = replace(configs[cell.folder][0], seed=stored.seed)
             if difference := _difference(wanted, stored):
@@ -232,6 +231,8 @@ def _run(jobs: Sequence[Job], sweep: Sweep, say: Say) -> None:
     done, began = 0, time.perf_counter()
     for start in range(0, len(jobs), width):
         group = jobs[start : start + width]
+        for job in group:
+            shutil.rmtree(job.folder, ignore_errors=True)  # a stopped run cannot be taken up in its middle
         if len(group) == 1:
             prepared = [prepare(group[0].config)]
             rows: Any = ((0, row) for row in run(prepared[0], group[0].folder))

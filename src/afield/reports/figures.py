@@ -77,21 +77,20 @@ def _curves(outcome: Outcome, x: str, path: Path) -> None:
     figure, panels = _panels(len(measures), len(columns))
     for y, row in zip(measures, panels, strict=True):
         for column, panel in zip(columns, row, strict=True):
-            for number, line in lines:
-                place = outcome.at(line, column)
-                if place is not None:
-                    _curve(panel, place.runs, x, y, number)
-            if x in SHARED and panel.lines:  # rounds give ten times as much of it: shown as far as all go
-                panel.set_xlim(0, min(line.get_xdata()[-1] for line in panel.lines))  # type: ignore[index]
+            panel.set_xmargin(0)
+            found = [(number, place) for number, line in lines if (place := outcome.at(line, column))]
+            ends = [_curve(panel, place.runs, x, y, number) for number, place in found]
+            if x in SHARED:  # rounds give ten times as much of it: shown as far as all go
+                panel.set_xlim(0, min((end for end in ends if end), default=1.0))
             panel.set_xlabel(X[x][2])
             panel.set_ylabel(Y.get(y, y))
-            panel.set_xmargin(0)
             panel.set_title(column, fontsize=9, color=INK)
     _legend(figure, lines)
     _save(figure, path)
 
 
-def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> None:
+def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> float:
+    """Draws a line; gives where it ends (0: there was nothing to draw)."""
     key, factor, _ = X[x]
     curves: list[tuple[Floats, Floats]] = []
     for run in runs:
@@ -100,12 +99,13 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> Non
             points = np.array([factor * row[key] for row in rows], float)
             curves.append((points, np.array([row[y] for row in rows], float)))
     if not curves:
-        return
+        return 0.0
     grid, held = _on_grid(curves)
     mean, std = held.mean(axis=0), held.std(axis=0, ddof=1) if len(curves) > 1 else 0.0
     panel.plot(grid, mean, color=_colour(number), linestyle=_dash(number), linewidth=1.4, zorder=3)
     if len(curves) > 1:
         panel.fill_between(grid, mean - std, mean + std, color=_colour(number), alpha=0.18, linewidth=0)
+    return float(grid[-1])
 
 
 # -- one number per run ---------------------------------------------------------------------------------
