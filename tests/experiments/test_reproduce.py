@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import statistics
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from afield.experiments.paper import load_preset, preset
 from afield.experiments.reproduce import reproduce
 from afield.experiments.tune import tune
 from afield.reports.load import load
+from afield.reports.tables import Spread, compare
 from afield.training.models import MODELS, Mlp
 
 TABLE: dict[str, Any] = {
@@ -349,6 +352,28 @@ def test_a_run_that_diverges_ends_and_is_told(tmp_path: Path) -> None:
     assert summary["ended"] == "100 models in a row were not finite"
     assert summary["refused"]["not-finite"] >= 100
     assert "- Ended early: mixing, even, seed 0: 100 models in a row" in (out / "result.md").read_text()
+
+
+def test_a_machine_with_torch_and_numpy_alone(tmp_path: Path) -> None:
+    """Runs go where neither typer nor pyarrow is; the result is made elsewhere."""
+    out = tmp_path / "out"
+    name = written(tmp_path)
+    lacking = ("typer", "click", "rich", "pyarrow", "safetensors", "matplotlib")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({lacking!r}))\n"
+        "from pathlib import Path\n"
+        "from afield.experiments.reproduce import reproduce\n"
+        f"reproduce({name!r}, scale='smoke', out=Path({str(out)!r}), only=['adding'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "no pyarrow here: make the result elsewhere" in ended.stdout
+    assert not (out / "result.md").exists()
+    reproduce(name, scale="smoke", out=out, collect=True, say=quiet)
+    assert "1 of 5 cells have all of the seeds 3" in (out / "result.md").read_text()
+    run = load(out / "adding--even" / "seed-3")
+    assert run.finished and run.receipts.num_rows == 0
+    assert compare([run]).rows[0].staleness == Spread(run.summary["staleness"], 0.0, 1)
 
 
 # -- grids --------------------------------------------------------------------------------------------------

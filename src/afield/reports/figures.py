@@ -60,8 +60,8 @@ def _legend(figure: Figure, lines: Sequence[tuple[int, tuple[str, str]]]) -> Non
     """The names of numbered lines."""
     keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i, _ in lines]
     names = [", ".join(part for part in line if part) or "ours" for _, line in lines]
-    where = "outside upper center"
-    figure.legend(keys, names, loc=where, ncols=min(len(names), 4), frameon=False, fontsize=8)
+    columns = min(len(names), 4)
+    figure.legend(keys, names, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
 
 
 # -- curves -------------------------------------------------------------------------------------------
