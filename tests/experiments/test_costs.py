@@ -12,6 +12,7 @@ from tiny import rows_of, tiny
 from afield.core.table import ClientTable
 from afield.core.types import ServerState
 from afield.experiments.costs import size_of
+from afield.reports.load import load
 
 WEIGHTS = 650  # of a linear model of 64 inputs and 10 classes
 
@@ -57,3 +58,13 @@ def test_a_model_and_a_log_may_be_left_out(tmp_path: Path) -> None:
     summary(tmp_path / "a", "fedasync", runtime={"model": False, "receipts": False})
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == ["config.toml", "environment.json", "metrics.jsonl", "summary.json"]
+
+
+def test_interrupted_tasks_are_counted(tmp_path: Path) -> None:
+    bound = {"max_staleness": 2, "stale": "restart"}
+    found = summary(tmp_path / "a", "fedasync", server=bound)
+    log = load(tmp_path / "a").receipts["number"].to_pylist()
+    # task numbers rise by one: those that never arrived were interrupted, but for the four still in flight
+    assert found["interrupted"] > 0
+    assert max(log) + 1 - len(log) <= found["interrupted"] + 4
+    assert summary(tmp_path / "b", "fedasync")["interrupted"] == 0

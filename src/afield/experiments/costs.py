@@ -77,6 +77,7 @@ class Tally:
             "contributors": len(self._clients),  # clients of whom at least one update was accepted
             "staleness": self._staleness / simulator.updates if simulator.updates else None,
             "refused": self._refused,
+            "interrupted": simulator.interrupted,
             "versions_held": self._held,  # the most versions kept at one time for tasks in flight
             "server_bytes": size_of(server.state),  # the strategy's state at the end
             "client_bytes": _largest(simulator.held.previous if simulator.held else {}),

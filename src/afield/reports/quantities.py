@@ -66,6 +66,7 @@ QUANTITIES: dict[str, Quantity] = {
     "clients": Quantity("clients", _told("clients")),
     "staleness": Quantity("mean staleness", _told("staleness"), 0, 3),
     "refused": Quantity("updates refused", _refused),
+    "interrupted": Quantity("tasks interrupted", _told("interrupted")),
     "updates": Quantity("updates", _told("updates"), 0, 6),
     "versions": Quantity("versions", _told("versions"), 0, 6),
     "gradients": Quantity("gradients", _told("steps"), 0, 6),

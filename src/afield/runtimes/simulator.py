@@ -126,6 +126,7 @@ class Simulator:
         self.updates = 0
         self.steps_done = 0
         self.bytes = 0
+        self.interrupted = 0  # tasks begun anew because they were too stale
         self.broken = 0  # models that were not finite, one after the other
         self.heap: list[Event] = []
         self.near: list[Event] = []  # a second heap: arrivals that were trained, and the events between them
@@ -305,6 +306,7 @@ class Simulator:
             # flights are in the order of their versions: the late ones come first
             for task in list(takewhile(lambda task: task.version < oldest, self.flights.values())):
                 self.cancel(task.number)
+                self.interrupted += 1
                 self.start_or_wait(task.client)
         self.flow.stepped(self)
 
