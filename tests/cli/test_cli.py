@@ -186,7 +186,7 @@ def test_compare_takes_single_runs_and_folders_of_runs(afield: Command, here: Pa
 
 def test_compare_tells_unfinished_runs(afield: Command, here: Path, race: Path) -> None:
     afield("run", race, "--strategy", "asgd", "--seed", "0", "--out", "one")
-    (here / "one" / "model.safetensors").unlink()
+    (here / "one" / "summary.json").unlink()
     assert "1 of 1 runs unfinished" in afield("compare", "one").out
 
 
@@ -235,7 +235,7 @@ def test_doctor(afield: Command, here: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_version_and_help(afield: Command) -> None:
     assert afield("--version").out == f"afield {package.__version__}\n"
-    for arguments in ((), ("run",), ("compare",), ("list",), ("doctor",)):
+    for arguments in ((), ("run",), ("compare",), ("reproduce",), ("tune",), ("list",), ("doctor",)):
         ended = afield(*arguments, "--help")
         assert (ended.status, ended.err) == (0, "")
         assert "Usage: afield" in ended.out

@@ -34,6 +34,7 @@ def test_what_a_finished_run_leaves(tmp_path: Path) -> None:
         "metrics.jsonl",
         "model.safetensors",
         "receipts",
+        "summary.json",
     ]
     assert [path.name for path in (place / "receipts").iterdir()] == ["00000.parquet"]
     found = load.load(place)
@@ -172,7 +173,7 @@ def test_receipts_are_split_into_files(
     rows = [replace(ROW, number=number) for number in range(count)]
     for row in rows:
         written.receipt(row)
-    written.close(torch.nn.Linear(1, 1))
+    written.close(torch.nn.Linear(1, 1), {})
     parts = sorted((tmp_path / "run" / "receipts").iterdir())
     assert [path.name for path in parts] == [f"{number:05d}.parquet" for number in range(len(files))]
     assert [parquet.read_metadata(path).num_rows for path in parts] == files

@@ -34,7 +34,7 @@ def write(folder: Path, label: str = "fedbuff", seed: int = 0, finished: bool = 
         table = pa.Table.from_pylist(rows, schema=RECEIPTS)
         pq.write_table(table, folder / "receipts" / f"{i:05d}.parquet")
     if finished:
-        (folder / "model.safetensors").write_bytes(b"")
+        (folder / "summary.json").write_text("{}")
     return folder
 
 
@@ -92,6 +92,8 @@ def test_a_run_stopped_before_anything_was_written(tmp_path: Path) -> None:
         ("config.toml", "label = ", "config.toml cannot be read"),
         ("config.toml", "seed = 1", "config.toml has no 'label' that is a string"),
         ("config.toml", 'label = "a"\nseed = "one"', "config.toml has no 'seed' that is a whole number"),
+        ("summary.json", "{", "summary.json cannot be read"),
+        ("summary.json", "[]", "summary.json is not a JSON object"),
         ("metrics.jsonl", None, "metrics.jsonl is missing"),
         ("metrics.jsonl", '{"time": 1', "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", f"{json.dumps(ROW)}\n[1]\n", "metrics.jsonl, line 2 is not a JSON object"),

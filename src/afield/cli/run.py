@@ -14,7 +14,7 @@ from afield.cli.progress import Progress
 from afield.cli.screen import screen
 from afield.core.errors import InputError
 from afield.experiments.config import Experiment, experiment, presets, read
-from afield.experiments.folder import check_new
+from afield.experiments.folder import check_new, slug
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
 from afield.experiments.sweep import prepare_all, run_together
@@ -100,7 +100,7 @@ def _check(chosen: Experiment, folder: Path) -> list[Path]:
     if len(chosen.runs) == 1:
         places = [folder]
     else:
-        places = [folder / f"{_slug(config.label)}-{config.seed}" for config in chosen.runs]
+        places = [folder / f"{slug(config.label)}-{config.seed}" for config in chosen.runs]
     for place, config in zip(places, chosen.runs, strict=True):
         if places.count(place) > 1:
             raise InputError(f"label {config.label!r} makes the same folder name as another: choose another")
@@ -144,10 +144,6 @@ def _draw(chosen: Experiment, runs: list[load.Run], picture: Path) -> None:
 def _free(parent: Path, name: str) -> Path:
     """The first of NAME-001, NAME-002, ... that is not there."""
     number = 1
-    while (folder := parent / f"{_slug(name)}-{number:03d}").exists():
+    while (folder := parent / f"{slug(name)}-{number:03d}").exists():
         number += 1
     return folder
-
-
-def _slug(label: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in label) or "run"

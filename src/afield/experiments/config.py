@@ -87,6 +87,8 @@ class Runtime:
     device: str = "cpu"
     threads: int | None = None
     block: int | None = None
+    model: bool = True  # whether the trained model is kept in the run folder
+    receipts: bool = True  # likewise the log of updates, which needs pyarrow
 
     def __post_init__(self) -> None:
         one_of("name", self.name, ("simulator",))
@@ -130,6 +132,10 @@ class Sweep:
     """How the runs of an experiment go: one after the other, or together, in common blocks (experiments/sweep.py)."""
 
     together: bool = False
+    limit: int = 16  # at most so many at once: each holds its server's state and what is in flight
+
+    def __post_init__(self) -> None:
+        within("limit", self.limit, 1, math.inf)
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,8 @@ def experiment(
 
     `strategy` takes the place of all variants, `settings` (KEY=VALUE) are applied last, to every run.
     """
+    if "paper" in table:
+        raise InputError("this preset makes a table or figure of a paper: afield reproduce runs it")
     variants = table.get("variants", [{}])
     if not isinstance(variants, list) or not variants or not all(isinstance(v, Mapping) for v in variants):
         raise InputError("variants is not an array of tables: write [[variants]] before each")

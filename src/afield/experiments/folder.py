@@ -18,6 +18,7 @@ from torch import nn
 from afield.core.errors import InputError
 from afield.core.types import Receipt
 
+SUMMARY = "summary.json"
 ROWS = 50_000  # receipts per file
 _KINDS = {"int": "int64", "float": "float64", "bool": "bool_", "str": "string"}
 
@@ -25,10 +26,12 @@ _KINDS = {"int": "int64", "float": "float64", "bool": "bool_", "str": "string"}
 class RunFolder:
     """Opens a new folder and writes receipts, metrics and the model into it."""
 
-    def __init__(self, path: Path, config: str) -> None:
+    def __init__(self, path: Path, config: str, receipts: bool = True) -> None:
         self.path = path
         new_folder(path)
-        (path / "receipts").mkdir()
+        self._keeps = receipts
+        if receipts:
+            (path / "receipts").mkdir()
         (path / "config.toml").write_text(config, encoding="utf-8")
         (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
         self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
@@ -36,7 +39,8 @@ class RunFolder:
         self._files = 0
 
     def receipt(self, receipt: Receipt) -> None:
-        self._rows.append(receipt)
+        if self._keeps:
+            self._rows.append(receipt)
         if len(self._rows) == ROWS:
             self._flush()
 
@@ -44,15 +48,19 @@ class RunFolder:
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()  # `compare` and a curious user may read along
 
-    def close(self, module: nn.Module | None) -> None:
-        """Finish: the model is written last, so its presence says that the run is complete."""
-        self._flush()
+    def close(self, module: nn.Module | None, summary: Mapping[str, Any] | None = None) -> None:
+        """Finish: the summary is written last, so its presence says that the run is complete."""
+        if self._keeps:
+            self._flush()
         self._metrics.close()
         if module is not None:
             from safetensors.torch import save_file
 
             state = {name: value.contiguous() for name, value in module.state_dict().items()}
             save_file(state, str(self.path / "model.safetensors"))
+        if summary is not None:
+            told = {**summary, "afield": package_version("afield")}
+            (self.path / SUMMARY).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
         if not self._rows and self._files:
@@ -95,6 +103,11 @@ def environment() -> dict[str, Any]:
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def slug(label: str) -> str:
+    """A label as the name of a folder."""
+    return "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in label) or "run"
 
 
 def package_version(name: str) -> str | None:

@@ -16,6 +16,7 @@ from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, Source
+from afield.experiments.costs import Tally, Timed
 from afield.experiments.folder import RunFolder
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
@@ -90,6 +91,8 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
         block=block,
         device=device,
     )
+    if simulator.server.refines and simulator.server.distiller is not None:
+        simulator.server.distiller = Timed(simulator.server.distiller)
     if kin is not None and isinstance(simulator.trainer, BlockTrainer):
         kin.setdefault(key, simulator.trainer)
     method = simulator.trainer.method
@@ -111,14 +114,19 @@ def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
 
 
 @contextmanager
-def written(prepared: Prepared, folder: Path) -> Generator[Callable[[Receipt | Measurement], None]]:
-    """A new run folder: gives a function that takes its rows; ends with the model where the run came to its end."""
-    into = RunFolder(folder, prepared.config.toml())
+def written(
+    prepared: Prepared, folder: Path, together: int = 1
+) -> Generator[Callable[[Receipt | Measurement], None]]:
+    """A new run folder: gives a function that takes its rows; ends with the summary where the run came to its end."""
+    runtime = prepared.config.runtime
+    into = RunFolder(folder, prepared.config.toml(), runtime.receipts)
+    tally = Tally(prepared.simulator, together)
 
     def write(row: Receipt | Measurement) -> None:
         if isinstance(row, Measurement):
             into.metric(row.row())
         else:
+            tally.add(row)
             into.receipt(row)
 
     finished = False
@@ -127,9 +135,9 @@ def written(prepared: Prepared, folder: Path) -> Generator[Callable[[Receipt | M
         finished = True
     finally:
         module = prepared.module
-        if finished:
+        if finished and runtime.model:
             Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
-        into.close(module if finished else None)
+        into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
 
 
 @lru_cache(maxsize=1)

@@ -31,7 +31,10 @@ def run_together(
     run gives alone: the same event log, the same models up to rounding.
     """
     with ExitStack() as stack:
-        write = [stack.enter_context(written(run, place)) for run, place in zip(runs, folders, strict=True)]
+        write = [
+            stack.enter_context(written(run, place, len(runs)))
+            for run, place in zip(runs, folders, strict=True)
+        ]
         stack.enter_context(threads(max(run.config.runtime.threads or 1 for run in runs)))
         alive = {number: run.simulator.steps() for number, run in enumerate(runs)}
         results: dict[int, Sequence[LocalResult] | None] = dict.fromkeys(alive)

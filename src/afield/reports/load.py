@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class Run:
     seed: int
     config: dict[str, Any]
     metrics: list[dict[str, Any]]  # one row per evaluation, in order
-    finished: bool  # its final model was written
+    finished: bool  # its summary was written, the last thing that a run does
+    summary: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def receipts(self) -> pa.Table:
@@ -63,7 +64,7 @@ class Run:
         if files:
             parts = [_read_part(file, names) for file in files]
             return pa.concat_tables(parts, promote_options="permissive")
-        if self.finished:
+        if self.finished and self.config.get("runtime", {}).get("receipts", True):
             raise LoadError(f"{self.folder / 'receipts'} has no *.parquet file")
         # Receipts are written in parts, so a young run has none yet.
         return RECEIPTS.empty_table().select(list(names))
@@ -77,9 +78,10 @@ def load(folder: str | Path) -> Run:
     """The run in `folder`. A run that was stopped, or still goes on, loads with `finished=False`."""
     folder = Path(folder)
     config = _read_config(folder / "config.toml")
-    finished = (folder / "model.safetensors").is_file()
+    summary = _read_summary(folder / "summary.json")
+    finished = summary is not None
     metrics = list(_read_metrics(folder / "metrics.jsonl", finished))
-    return Run(folder, config["label"], config["seed"], config, metrics, finished)
+    return Run(folder, config["label"], config["seed"], config, metrics, finished, summary or {})
 
 
 def find(paths: Iterable[str | Path]) -> list[Run]:
@@ -120,6 +122,19 @@ def _read_config(file: Path) -> dict[str, Any]:
         if not isinstance(config.get(key), kind):
             raise LoadError(f"{file} has no {key!r} that is {what}")
     return config
+
+
+def _read_summary(file: Path) -> dict[str, Any] | None:
+    """What a run wrote at its end; None where it has not ended."""
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{file} cannot be read: {error}") from error
+    if not isinstance(summary, dict):
+        raise LoadError(f"{file} is not a JSON object")
+    return summary
 
 
 def _read_metrics(file: Path, finished: bool) -> Iterator[dict[str, Any]]:

@@ -118,14 +118,18 @@ def _canvas(panels: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
     for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8, color=INK, labelcolor=INK)
-        panel.grid(axis="y", color=FAINT, linewidth=0.6)
-        panel.set_axisbelow(True)
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.label.set_fontsize(9)
-            axis.label.set_color(INK)
+        _dress(panel)
     return figure, axes
+
+
+def _dress(panel: Axes) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=8, color=INK, labelcolor=INK)
+    panel.grid(axis="y", color=FAINT, linewidth=0.6)
+    panel.set_axisbelow(True)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.label.set_fontsize(9)
+        axis.label.set_color(INK)
 
 
 def _save(figure: Figure, path: str | Path) -> None:

@@ -77,13 +77,13 @@ def compare(runs: Sequence[Run], target: float | None = None) -> Comparison:
 def default_target(runs: Iterable[Run]) -> float | None:
     """0.85 where some run reaches it, else 90 % of the best final accuracy in whole percents."""
     runs = list(runs)
-    best = [value for run in runs if (value := _best(run)) is not None]
+    best = [value for run in runs if (value := best_of(run)) is not None]
     if not best:
         return None
     if max(best) >= USUAL_TARGET:
         return USUAL_TARGET
     # Diverged runs may end in NaN, which no maximum survives.
-    ends = [_final(run, "accuracy") for run in runs]
+    ends = [final_of(run, "accuracy") for run in runs]
     finals = [value for value in ends if value is not None and not math.isnan(value)]
     return max(0.01, round(0.9 * max(finals, default=max(best)), 2))
 
@@ -93,21 +93,21 @@ def _row(label: str, runs: Sequence[Run], target: float | None, time: float, upd
         label=label,
         runs=len(runs),
         unfinished=sum(not run.finished for run in runs),
-        final_accuracy=_spread(_final(run, "accuracy") for run in runs),
-        best_accuracy=_spread(_best(run) for run in runs),
-        final_loss=_spread(_final(run, "loss") for run in runs),
-        accuracy_at_time=_spread(_value_at(run, "accuracy", "time", time) for run in runs),
-        accuracy_at_updates=_spread(_value_at(run, "accuracy", "updates", updates) for run in runs),
-        loss_at_time=_spread(_value_at(run, "loss", "time", time) for run in runs),
-        loss_at_updates=_spread(_value_at(run, "loss", "updates", updates) for run in runs),
-        time_to_target=_spread(_time_to(run, target) for run in runs),
-        staleness=_spread(_mean_staleness(run) for run in runs),
-        updates=_spread(_final(run, "updates") for run in runs),
-        versions=_spread(_final(run, "version") for run in runs),
+        final_accuracy=spread_of(final_of(run, "accuracy") for run in runs),
+        best_accuracy=spread_of(best_of(run) for run in runs),
+        final_loss=spread_of(final_of(run, "loss") for run in runs),
+        accuracy_at_time=spread_of(_value_at(run, "accuracy", "time", time) for run in runs),
+        accuracy_at_updates=spread_of(_value_at(run, "accuracy", "updates", updates) for run in runs),
+        loss_at_time=spread_of(_value_at(run, "loss", "time", time) for run in runs),
+        loss_at_updates=spread_of(_value_at(run, "loss", "updates", updates) for run in runs),
+        time_to_target=spread_of(_time_to(run, target) for run in runs),
+        staleness=spread_of(_mean_staleness(run) for run in runs),
+        updates=spread_of(final_of(run, "updates") for run in runs),
+        versions=spread_of(final_of(run, "version") for run in runs),
     )
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
+def spread_of(values: Iterable[float | None]) -> Spread | None:
     present = [float(value) for value in values if value is not None]
     if not present:
         return None
@@ -117,12 +117,12 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(math.fsum(present) / len(present), std, len(present))
 
 
-def _final(run: Run, key: str) -> float | None:
+def final_of(run: Run, key: str) -> float | None:
     rows = run.series(key)
     return rows[-1][key] if rows else None
 
 
-def _best(run: Run) -> float | None:
+def best_of(run: Run) -> float | None:
     values = [row["accuracy"] for row in run.series("accuracy") if not math.isnan(row["accuracy"])]
     return max(values, default=None)
 
@@ -141,6 +141,9 @@ def _time_to(run: Run, target: float | None) -> float | None:
 
 def _mean_staleness(run: Run) -> float | None:
     """Over the updates that were used: a refused one moved nothing."""
+    if run.finished and not run.config.get("runtime", {}).get("receipts", True):
+        told: float | None = run.summary.get("staleness")
+        return told
     log = run.columns(["staleness", "refused"])
     used = log.filter(pc.equal(log["refused"], ""))
     mean: float | None = pc.mean(used["staleness"]).as_py()

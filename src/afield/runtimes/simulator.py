@@ -29,6 +29,7 @@ ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
 # at one instant: first what was asked to be measured at once, then arrivals, then ends of rounds, then the clock's
 # measurements, which so see everything up to and including their instant
 NOW, FIRST, THEN, LAST = range(4)
+HOPELESS = 100  # so many models that are not finite, with nothing between them, end a run
 Event = tuple[float, int, int, int, int]  # time, order at that time, sequence, kind, what
 Ahead = Callable[[], LocalResult]  # a result that is being computed: the call waits for it
 
@@ -41,6 +42,7 @@ class Measurement:
     wall: float
     version: int
     updates: int
+    steps: int  # local steps of those updates
     bytes: int
     staleness: float | None  # mean over the updates since the last measurement
     train_loss: float | None  # likewise
@@ -123,7 +125,10 @@ class Simulator:
         self.block = block
         self.now = 0.0
         self.updates = 0
+        self.steps_done = 0
         self.bytes = 0
+        self.interrupted = 0  # tasks begun anew because they were too stale
+        self.broken = 0  # models that were not finite, one after the other
         self.heap: list[Event] = []
         self.near: list[Event] = []  # a second heap: arrivals that were trained, and the events between them
         self.sequence = 0
@@ -264,6 +269,7 @@ class Simulator:
         receipt = server.submit(result.answer(task, self.now, sent))
         if receipt.refused:
             server.cancel(task)
+            self._check_hope(receipt.refused)
         else:
             self._count(receipt, result)
         if receipt.refused == "too-stale":
@@ -277,13 +283,21 @@ class Simulator:
         if self.held is not None:
             self.held.commit(receipt.client)
         self.updates += 1
+        self.steps_done += result.steps
         self.bytes += receipt.bytes
+        self.broken = 0
         self.since.updates += 1
         self.since.staleness += receipt.staleness
         if "loss" in result.metrics:
             self.since.losses.append(result.metrics["loss"])
         if self.stop.updates is not None and self.updates >= self.stop.updates:
             self.ended = "updates"
+
+    def _check_hope(self, reason: str) -> None:
+        """Training from a model that diverges may never give an update again."""
+        self.broken = self.broken + 1 if reason == "not-finite" else 0
+        if self.broken >= max(HOPELESS, 3 * self.scene.clients):
+            self.ended = f"{self.broken} models in a row were not finite"
 
     def _stepped(self) -> None:
         version = self.server.version
@@ -296,6 +310,7 @@ class Simulator:
             # flights are in the order of their versions: the late ones come first
             for task in list(takewhile(lambda task: task.version < oldest, self.flights.values())):
                 self.cancel(task.number)
+                self.interrupted += 1
                 self.start_or_wait(task.client)
         self.flow.stepped(self)
 
@@ -338,6 +353,7 @@ class Simulator:
             wall=time.perf_counter() - self._began,
             version=self.server.version,
             updates=self.updates,
+            steps=self.steps_done,
             bytes=self.bytes,
             staleness=since.staleness / since.updates if since.updates else None,
             train_loss=sum(losses) / len(losses) if losses else None,

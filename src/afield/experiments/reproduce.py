@@ -1,0 +1,256 @@
+"""A paper's table or figure, run: the runs that are missing go, the result is made from all that are there.
+
+Nothing here needs typer or rich: `reproduce("mr-asyncfl-table-1", scale="smoke")` works from Python as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from afield.core.errors import InputError
+from afield.experiments.config import Config, Sweep, config
+from afield.experiments.folder import SUMMARY
+from afield.experiments.paper import AXES, Cell, Preset, load_preset
+from afield.experiments.run import prepare, run
+from afield.experiments.sweep import prepare_all, run_together
+from afield.runtimes.simulator import Measurement
+
+PLAN = "plan.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that is wanted, and where it goes."""
+
+    config: Config
+    folder: Path
+
+
+def reproduce(
+    name: str,
+    *,
+    scale: str = "paper",
+    seeds: Sequence[int] | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+    data: Path | None = None,
+    stand_in: bool = False,
+    only: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    collect: bool = False,
+    say: Say = print,
+) -> Path:
+    """Run what is missing of a preset and write its result; gives the folder.
+
+    Finished runs in `out` are kept where their config is the same and refused where it differs. `only` restricts what
+    is run, never what the result shows. `collect`: run nothing, make the result from what is there.
+    """
+    preset = load_preset(name)
+    folder = out if out is not None else Path("runs") / f"{preset.name}-{scale}"
+    parts = ["afield", "reproduce", name, "--scale", scale]
+    parts += ["--device", device] if device else []
+    parts += ["--data", "DIR"] if data is not None else []
+    parts += ["--stand-in"] if stand_in else []
+    parts += [word for setting in settings for word in ("--set", setting)]
+    with data_folder(data):
+        return carry_out(
+            preset,
+            folder,
+            scale=scale,
+            seeds=seeds or preset.seeds(scale),
+            settings=[*settings, *([f"runtime.device={device}"] if device else [])],
+            stand_in=stand_in,
+            only=only,
+            collect=collect,
+            command=shlex.join(parts),
+            say=say,
+        )
+
+
+def carry_out(
+    preset: Preset,
+    folder: Path,
+    *,
+    scale: str,
+    seeds: Sequence[int],
+    settings: Sequence[str] = (),
+    stand_in: bool = False,
+    only: Sequence[str] = (),
+    collect: bool = False,
+    command: str = "",
+    say: Say = print,
+) -> Path:
+    """The runs of a preset into `folder`, then its result."""
+    cells = preset.cells(scale)
+    light = ["runtime.model=false"]  # 45 MB each, and no table shows them
+    if importlib.util.find_spec("pyarrow") is None:
+        light.append("runtime.receipts=false")
+    configs = {cell.folder: cell.configs(seeds, [*light, *settings]) for cell in cells}
+    stands = _check_stand_ins(preset, configs, allowed=stand_in or scale == "smoke")
+    _check_kept(cells, configs, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_plan(folder / PLAN, _plan(preset, cells, scale, stands, command))
+    chosen = [] if collect else preset.cells(scale, only)
+    wanted = [
+        Job(configs[cell.folder][number], folder / cell.folder / f"seed-{seed}")
+        for number, seed in enumerate(seeds)
+        for cell in chosen
+    ]
+    missing = [job for job in wanted if not (job.folder / SUMMARY).is_file()]
+    if wanted:
+        say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
+    _run(missing, preset.sweep(scale), say)
+    if importlib.util.find_spec("pyarrow") is None:
+        say(f"no pyarrow here: make the result elsewhere by {command} --out {folder} --collect")
+        return folder
+    from afield.reports import (
+        papers,
+    )  # here: it needs pyarrow and matplotlib, which machines that only run may lack
+
+    papers.write(folder)
+    return folder
+
+
+@contextmanager
+def data_folder(path: Path | None) -> Iterator[None]:
+    """Data sets are looked for in this folder while it is open."""
+    before = os.environ.get("AFIELD_DATA")
+    if path is not None:
+        if not path.is_dir():
+            raise InputError(f"--data {path} is not a folder: give the one that holds the data sets")
+        os.environ["AFIELD_DATA"] = str(path)
+    try:
+        yield
+    finally:
+        if path is not None:
+            os.environ.pop("AFIELD_DATA")
+            os.environ.update({} if before is None else {"AFIELD_DATA": before})
+
+
+def _check_stand_ins(preset: Preset, configs: Mapping[str, list[Config]], allowed: bool) -> bool:
+    """Whether some model is a small stand-in of a pretrained one; that must be asked for."""
+    models = [run.model for runs in configs.values() for run in runs if getattr(run.model, "stand_in", False)]
+    if models and not allowed:
+        kind = type(models[0]).__name__
+        raise InputError(
+            f"{preset.name} starts from a pretrained {kind}, and no folder of one is given: give it by "
+            f"--set model.folder=DIR, or run the small untrained stand-in by --stand-in"
+        )
+    return bool(models)
+
+
+# -- what is there already --------------------------------------------------------------------------
+
+
+def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], folder: Path) -> None:
+    """Raise where a finished run of this folder is another one than is wanted."""
+    plan = folder / PLAN
+    if folder.exists() and not plan.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and holds no reproduction: choose another --out, or remove it")
+    for cell in cells:
+        for place in sorted((folder / cell.folder).glob("seed-*")):
+            if not (place / SUMMARY).is_file():
+                continue  # it was stopped
+            stored = config(tomllib.loads((place / "config.toml").read_text(encoding="utf-8")))
+            wanted = replace(configs[cell.folder][0], seed=stored.seed)
+            if difference := _difference(wanted, stored):
+                raise InputError(
+                    f"{place} was run with {difference}: choose another --out, or remove what is there"
+                )
+
+
+def _difference(wanted: Config, stored: Config) -> str:
+    """The first key in which a stored run differs, other than by what its machine decides."""
+    wanted = replace(wanted, runtime=stored.runtime)
+    if wanted.training.method == "auto":
+        wanted = replace(wanted, training=wanted.training.by(stored.training.method))
+    ours, theirs = _flat(wanted.table()), _flat(stored.table())
+    for key in [*ours, *theirs]:
+        if ours.get(key) != theirs.get(key):
+            return f"{key} = {theirs.get(key)!r}, which is {ours.get(key)!r} now"
+    return ""
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found
+
+
+def _plan(preset: Preset, cells: Sequence[Cell], scale: str, stand_in: bool, command: str) -> dict[str, Any]:
+    """All that the result needs besides the runs."""
+    labels = {axis: [entry.label for entry in preset.axes[axis]] for axis in AXES}
+    places = [
+        {"row": cell.row, "column": cell.column, "variant": cell.variant, "folder": cell.folder}
+        for cell in cells
+    ]
+    return {
+        "name": preset.name,
+        "scale": scale,
+        "command": command,
+        "stand_in": stand_in,
+        "paper": asdict(preset.paper),
+        "axes": labels,
+        "theirs": dict(preset.theirs),
+        "cells": places,
+    }
+
+
+def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
+    if file.is_file():
+        old = json.loads(file.read_text(encoding="utf-8"))
+        for key in ("name", "scale"):
+            if old.get(key) != plan[key]:
+                raise InputError(
+                    f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
+                )
+    file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+
+
+# -- the runs ---------------------------------------------------------------------------------------
+
+
+def _run(jobs: Sequence[Job], sweep: Sweep, say: Say) -> None:
+    width = sweep.limit if sweep.together else 1
+    done, began = 0, time.perf_counter()
+    for start in range(0, len(jobs), width):
+        group = jobs[start : start + width]
+        for job in group:
+            shutil.rmtree(job.folder, ignore_errors=True)  # a stopped run cannot be taken up in its middle
+        if len(group) == 1:
+            prepared = [prepare(group[0].config)]
+            rows: Any = ((0, row) for row in run(prepared[0], group[0].folder))
+        else:
+            prepared = prepare_all([job.config for job in group])
+            rows = run_together(prepared, [job.folder for job in group])
+        last = {number: row for number, row in rows if isinstance(row, Measurement)}
+        for number, job in enumerate(group):
+            done += 1
+            spent = time.perf_counter() - began
+            text = f"[{done}/{len(jobs)}] {job.config.label}, seed {job.config.seed}: {_told(last[number])}"
+            ended = prepared[number].simulator.ended
+            if ended not in ("time", "updates", "versions", "accuracy"):
+                text += f", ended early: {ended}"
+            say(f"{text} ({spent:.0f} s so far)")
+
+
+def _told(row: Measurement) -> str:
+    if "accuracy" in row.values:
+        return f"accuracy {100 * row.values['accuracy']:.1f} %"
+    return f"loss {row.values['loss']:.4g}" if "loss" in row.values else f"version {row.version}"
