@@ -118,6 +118,8 @@ def written(prepared: Prepared, folder: Path) -> Generator[Callable[[Receipt | M
     def write(row: Receipt | Measurement) -> None:
         if isinstance(row, Measurement):
             into.metric(row.row())
+            if row.clients is not None:
+                into.diagnosis({"version": row.version, "time": row.time, **row.clients})
         else:
             into.receipt(row)
 

@@ -37,20 +37,18 @@ _AXES: dict[str, tuple[str, str]] = {
 
 def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: float | None = None) -> None:
     """Test accuracy (loss, where no run has an accuracy): one line per label, mean and range over its seeds."""
-    if x not in _AXES:
-        raise ValueError(f"x = {x!r} is not known; choose from {', '.join(_AXES)}")
-    key, title = _AXES[x]
+    key, title = axis(x)
     y = "accuracy" if any(run.series("accuracy") for run in runs) else "loss"
     groups = _groups(runs, y)
-    figure, (axes,) = _canvas(1, (7.0, 4.2))
+    figure, (axes,) = canvas(1, (7.0, 4.2))
     ends: dict[str, tuple[float, float]] = {}
     for i, (label, group) in enumerate(groups.items()):
-        grid, held = _on_grid([_curve(run, key, y) for run in group])
+        grid, held = on_grid([_curve(run, key, y) for run in group])
         mean = held.mean(axis=0)
-        axes.plot(grid, mean, color=_colour(i), linestyle=_dash(i), linewidth=1.6, zorder=3)
+        axes.plot(grid, mean, color=colour(i), linestyle=dash(i), linewidth=1.6, zorder=3)
         if len(group) > 1:
             low, high = held.min(axis=0), held.max(axis=0)
-            axes.fill_between(grid, low, high, color=_colour(i), alpha=0.18, linewidth=0, zorder=2)
+            axes.fill_between(grid, low, high, color=colour(i), alpha=0.18, linewidth=0, zorder=2)
         ends[label] = (float(grid[-1]), float(mean[-1]))
 
     axes.set_xlabel(title)
@@ -59,7 +57,7 @@ def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: fl
     _scale(axes, y, target)
     _name_lines(axes, ends)
     _note_seeds(axes, "mean and range", groups)
-    _save(figure, path)
+    save(figure, path)
 
 
 def trajectories(
@@ -81,23 +79,23 @@ def trajectories(
     groups = _groups(runs, "params")
     ways = {label: [_way(run) for run in group] for label, group in groups.items()}
 
-    figure, (left, right) = _canvas(2, (10.0, 4.6))
+    figure, (left, right) = canvas(2, (10.0, 4.6))
     starts = [way[0][1][0] for way in ways.values()]
     view = _view([way[0][1] for way in ways.values()], np.stack([*centres, best, *starts]))
     _contours(left, matrices, centres, view)
     for i, group_ways in enumerate(ways.values()):
         _, points = group_ways[0]
-        left.plot(*points.T, color=_colour(i), linestyle=_dash(i), linewidth=1.1, alpha=0.9, zorder=3)
+        left.plot(*points.T, color=colour(i), linestyle=dash(i), linewidth=1.1, alpha=0.9, zorder=3)
     _landmarks(left, centres, best, starts[0])
 
     for i, group_ways in enumerate(ways.values()):
-        grid, held = _on_grid(
+        grid, held = on_grid(
             [(rounds, _gap(points, matrices, centres, best)) for rounds, points in group_ways]
         )
         low, middle, high = np.quantile(held, [0.25, 0.5, 0.75], axis=0)
-        right.plot(grid, middle, color=_colour(i), linestyle=_dash(i), linewidth=1.4, zorder=3)
+        right.plot(grid, middle, color=colour(i), linestyle=dash(i), linewidth=1.4, zorder=3)
         if len(group_ways) > 1:
-            right.fill_between(grid, low, high, color=_colour(i), alpha=0.18, linewidth=0, zorder=2)
+            right.fill_between(grid, low, high, color=colour(i), alpha=0.18, linewidth=0, zorder=2)
     # Quartiles, because the smallest of some gaps near zero spans decades on this scale.
     _note_seeds(right, "median and quartiles", groups)
     right.set_yscale("log")
@@ -105,18 +103,25 @@ def trajectories(
     right.set_xlabel("round")
     right.set_ylabel("loss above the optimum")
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i in range(len(ways))]
+    keys = [Line2D([], [], color=colour(i), linestyle=dash(i), linewidth=1.6) for i in range(len(ways))]
     figure.legend(keys, list(ways), loc="outside upper center", ncols=min(len(ways), 5), frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 # -- the parts that both share -----------------------------------------------------------------------
 
 
-def _canvas(panels: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def axis(x: Axis) -> tuple[str, str]:
+    """The key of a row that an axis shows, and its title."""
+    if x not in _AXES:
+        raise ValueError(f"x = {x!r} is not known; choose from {', '.join(_AXES)}")
+    return _AXES[x]
+
+
+def canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    axes = [figure.add_subplot(rows, panels // rows, i + 1) for i in range(panels)]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8, color=INK, labelcolor=INK)
@@ -128,7 +133,7 @@ def _canvas(panels: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]
     return figure, axes
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -146,11 +151,11 @@ def _groups(runs: Sequence[Run], key: str) -> dict[str, list[Run]]:
     return groups
 
 
-def _colour(i: int) -> str:
+def colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 
 
-def _dash(i: int) -> Any:
+def dash(i: int) -> Any:
     return DASHES[i // len(COLOURS) % len(DASHES)]
 
 
@@ -159,7 +164,7 @@ def _curve(run: Run, x: str, y: str) -> tuple[Floats, Floats]:
     return np.array([row[x] for row in rows], float), np.array([row[y] for row in rows], float)
 
 
-def _on_grid(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+def on_grid(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
     """Several curves (rows) on one grid; each holds its value until its next point.
 
     Only where every curve has a value: a mean over other seeds further on would jump for no reason.
@@ -224,11 +229,11 @@ def _name_lines(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     # A line of text in axes of 3.4 inches; beyond 18 names they share what height there is.
     places = _moved_apart(tops, min(0.055, 1 / max(len(ends) - 1, 1)))
     for i, (label, (x, y)) in enumerate(ends.items()):
-        colour, dash = _colour(i), _dash(i)
+        hue, pattern = colour(i), dash(i)
         if x < right:  # its runs ended earlier: lead the eye to its name
-            axes.plot([x, right], [y, y], color=colour, linestyle=":", linewidth=0.6, alpha=0.7, zorder=1)
-            axes.plot(x, y, "o", color=colour, markersize=3, zorder=3)
-        leader = Line2D([1.006, 1.022, 1.055], [tops[i], places[i], places[i]], color=colour, linestyle=dash)
+            axes.plot([x, right], [y, y], color=hue, linestyle=":", linewidth=0.6, alpha=0.7, zorder=1)
+            axes.plot(x, y, "o", color=hue, markersize=3, zorder=3)
+        leader = Line2D([1.006, 1.022, 1.055], [tops[i], places[i], places[i]], color=hue, linestyle=pattern)
         leader.set(transform=axes.transAxes, linewidth=1.1, clip_on=False)
         axes.add_artist(leader)
         axes.text(1.063, places[i], label, transform=axes.transAxes, fontsize=size, color=INK, va="center")
