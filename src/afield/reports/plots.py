@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from afield.reports.load import LoadError, Run
 
 Floats = NDArray[np.float64]
+Curve = tuple[Floats, Floats]
 
 # Okabe and Ito (2008), told apart with any kind of colour vision; their yellow is left out, which
 # cannot be seen as a thin line on white. Beyond seven labels the dash pattern changes as well.
@@ -40,15 +42,15 @@ def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: fl
     key, title = axis(x)
     y = "accuracy" if any(run.series("accuracy") for run in runs) else "loss"
     groups = _groups(runs, y)
-    figure, (axes,) = canvas(1, (7.0, 4.2))
+    figure, (axes,) = _canvas(1, (7.0, 4.2))
     ends: dict[str, tuple[float, float]] = {}
     for i, (label, group) in enumerate(groups.items()):
-        grid, held = on_grid([_curve(run, key, y) for run in group])
+        grid, held = _on_grid([_curve(run, key, y) for run in group])
         mean = held.mean(axis=0)
-        axes.plot(grid, mean, color=colour(i), linestyle=dash(i), linewidth=1.6, zorder=3)
+        axes.plot(grid, mean, color=_colour(i), linestyle=_dash(i), linewidth=1.6, zorder=3)
         if len(group) > 1:
             low, high = held.min(axis=0), held.max(axis=0)
-            axes.fill_between(grid, low, high, color=colour(i), alpha=0.18, linewidth=0, zorder=2)
+            axes.fill_between(grid, low, high, color=_colour(i), alpha=0.18, linewidth=0, zorder=2)
         ends[label] = (float(grid[-1]), float(mean[-1]))
 
     axes.set_xlabel(title)
@@ -57,7 +59,7 @@ def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: fl
     _scale(axes, y, target)
     _name_lines(axes, ends)
     _note_seeds(axes, "mean and range", groups)
-    save(figure, path)
+    _save(figure, path)
 
 
 def trajectories(
@@ -79,23 +81,23 @@ def trajectories(
     groups = _groups(runs, "params")
     ways = {label: [_way(run) for run in group] for label, group in groups.items()}
 
-    figure, (left, right) = canvas(2, (10.0, 4.6))
+    figure, (left, right) = _canvas(2, (10.0, 4.6))
     starts = [way[0][1][0] for way in ways.values()]
     view = _view([way[0][1] for way in ways.values()], np.stack([*centres, best, *starts]))
     _contours(left, matrices, centres, view)
     for i, group_ways in enumerate(ways.values()):
         _, points = group_ways[0]
-        left.plot(*points.T, color=colour(i), linestyle=dash(i), linewidth=1.1, alpha=0.9, zorder=3)
+        left.plot(*points.T, color=_colour(i), linestyle=_dash(i), linewidth=1.1, alpha=0.9, zorder=3)
     _landmarks(left, centres, best, starts[0])
 
     for i, group_ways in enumerate(ways.values()):
-        grid, held = on_grid(
+        grid, held = _on_grid(
             [(rounds, _gap(points, matrices, centres, best)) for rounds, points in group_ways]
         )
         low, middle, high = np.quantile(held, [0.25, 0.5, 0.75], axis=0)
-        right.plot(grid, middle, color=colour(i), linestyle=dash(i), linewidth=1.4, zorder=3)
+        right.plot(grid, middle, color=_colour(i), linestyle=_dash(i), linewidth=1.4, zorder=3)
         if len(group_ways) > 1:
-            right.fill_between(grid, low, high, color=colour(i), alpha=0.18, linewidth=0, zorder=2)
+            right.fill_between(grid, low, high, color=_colour(i), alpha=0.18, linewidth=0, zorder=2)
     # Quartiles, because the smallest of some gaps near zero spans decades on this scale.
     _note_seeds(right, "median and quartiles", groups)
     right.set_yscale("log")
@@ -103,12 +105,47 @@ def trajectories(
     right.set_xlabel("round")
     right.set_ylabel("loss above the optimum")
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    keys = [Line2D([], [], color=colour(i), linestyle=dash(i), linewidth=1.6) for i in range(len(ways))]
+    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i in range(len(ways))]
     figure.legend(keys, list(ways), loc="outside upper center", ncols=min(len(ways), 5), frameon=False)
-    save(figure, path)
+    _save(figure, path)
 
 
-# -- the parts that both share -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class Panel:
+    """A quantity: one list per line style, in it one list per label, in it one curve per seed."""
+
+    title: str
+    styles: list[list[list[Curve]]]
+    log: bool = False
+    percent: bool = False
+
+
+def panels(labels: Sequence[str], wanted: Sequence[Panel], path: str | Path, x: Axis = "time") -> None:
+    """Several quantities over one axis, two rows of panels: the mean over seeds, one colour per label."""
+    figure, places = _canvas(len(wanted), (11.0, 6.4), rows=2)
+    for axes, panel in zip(places, wanted, strict=True):
+        for style, curves in enumerate(panel.styles):
+            for i, seeds in enumerate(curves):
+                if seeds:
+                    grid, held = _on_grid(seeds)
+                    dash = DASHES[2] if style else _dash(i)
+                    axes.plot(grid, held.mean(axis=0), color=_colour(i), linestyle=dash, linewidth=1.3)
+        if not axes.lines:
+            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=INK)
+        elif panel.log:
+            axes.set_yscale("log")
+        axes.set_title(panel.title, fontsize=9, color=INK, loc="left")
+        axes.set_xmargin(0)
+        axes.set_xlabel(axis(x)[1])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        if panel.percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i)) for i in range(len(labels))]
+    figure.legend(keys, list(labels), loc="outside upper center", ncols=min(len(labels), 6), frameon=False)
+    _save(figure, path)
+
+
+# -- the parts that all share ------------------------------------------------------------------------
 
 
 def axis(x: Axis) -> tuple[str, str]:
@@ -118,7 +155,7 @@ def axis(x: Axis) -> tuple[str, str]:
     return _AXES[x]
 
 
-def canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, list[Axes]]:
+def _canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, panels // rows, i + 1) for i in range(panels)]
@@ -133,7 +170,7 @@ def canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figur
     return figure, axes
 
 
-def save(figure: Figure, path: str | Path) -> None:
+def _save(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -151,20 +188,20 @@ def _groups(runs: Sequence[Run], key: str) -> dict[str, list[Run]]:
     return groups
 
 
-def colour(i: int) -> str:
+def _colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 
 
-def dash(i: int) -> Any:
+def _dash(i: int) -> Any:
     return DASHES[i // len(COLOURS) % len(DASHES)]
 
 
-def _curve(run: Run, x: str, y: str) -> tuple[Floats, Floats]:
+def _curve(run: Run, x: str, y: str) -> Curve:
     rows = run.series(y)
     return np.array([row[x] for row in rows], float), np.array([row[y] for row in rows], float)
 
 
-def on_grid(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+def _on_grid(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
     """Several curves (rows) on one grid; each holds its value until its next point.
 
     Only where every curve has a value: a mean over other seeds further on would jump for no reason.
@@ -229,11 +266,11 @@ def _name_lines(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     # A line of text in axes of 3.4 inches; beyond 18 names they share what height there is.
     places = _moved_apart(tops, min(0.055, 1 / max(len(ends) - 1, 1)))
     for i, (label, (x, y)) in enumerate(ends.items()):
-        hue, pattern = colour(i), dash(i)
+        colour, dash = _colour(i), _dash(i)
         if x < right:  # its runs ended earlier: lead the eye to its name
-            axes.plot([x, right], [y, y], color=hue, linestyle=":", linewidth=0.6, alpha=0.7, zorder=1)
-            axes.plot(x, y, "o", color=hue, markersize=3, zorder=3)
-        leader = Line2D([1.006, 1.022, 1.055], [tops[i], places[i], places[i]], color=hue, linestyle=pattern)
+            axes.plot([x, right], [y, y], color=colour, linestyle=":", linewidth=0.6, alpha=0.7, zorder=1)
+            axes.plot(x, y, "o", color=colour, markersize=3, zorder=3)
+        leader = Line2D([1.006, 1.022, 1.055], [tops[i], places[i], places[i]], color=colour, linestyle=dash)
         leader.set(transform=axes.transAxes, linewidth=1.1, clip_on=False)
         axes.add_artist(leader)
         axes.text(1.063, places[i], label, transform=axes.transAxes, fontsize=size, color=INK, va="center")
