@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import catalogue, run
+from afield.cli import advise, catalogue, run
 from afield.core.errors import InputError
 from afield.reports.load import LoadError
 
@@ -41,6 +41,7 @@ def _all(
 
 app.command("run")(run.run)
 app.command("compare")(run.compare)
+app.command("advise")(advise.advise)
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

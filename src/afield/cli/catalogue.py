@@ -19,6 +19,7 @@ import afield
 from afield.cli.screen import screen
 from afield.core.errors import InputError, closest
 from afield.core.protocols import Availability, Delay, Partition, Strategy
+from afield.experiments.advise import free_memory
 from afield.experiments.config import REGISTRIES, AnyRounds, AnyScheduler, Source, presets
 from afield.experiments.folder import package_version
 from afield.strategies.staleness import Staleness
@@ -121,8 +122,5 @@ def _first_comment(path: Path) -> str:
 
 
 def _free_memory() -> str:
-    try:
-        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return "unknown"
-    return f"{pages * size / 2**30:.1f} GiB"
+    found = free_memory()
+    return "unknown" if found is None else f"{found / 2**30:.1f} GiB"
