@@ -21,16 +21,19 @@ from afield.scenarios.data import ClientData
 
 IID = {"name": "iid"}
 SKEWED = {"name": "dirichlet", "alpha": 0.1}
-EVEN: dict[str, Any] = {"delay": {"name": "uniform"}, "data": {"name": "digits", "held_out": 0}}
+EVEN: dict[str, Any] = {
+    "delay": {"name": "uniform"},
+    "data": {"name": "digits", "held_out": 0, "limit": 1200},
+}
 UNEVEN: dict[str, Any] = {
     "delay": {"name": "speeds", "spread": 1.2},
-    "data": {"name": "digits", "held_out": 0},
+    "data": {"name": "digits", "held_out": 0, "limit": 1200},
 }
 
 
-def scene(strategy: str, partition: Any, changes: Any, **more: Any) -> Config:
+def scene(name: str, partition: Any, changes: Any, /, **more: Any) -> Config:
     scenario = {"clients": 20, "partition": partition, "rounds": {"name": "cohort", "size": 5}}
-    table = merge(TINY, {"strategy": {"name": strategy}, "scenario": merge(scenario, changes)})
+    table = merge(TINY, {"strategy": {"name": name}, "scenario": merge(scenario, changes)})
     return config(merge(table, more))
 
 
@@ -108,7 +111,7 @@ def rounds(p: float, share: float, **more: Any) -> Config:
     """FedStale's experiment: half of the clients always take part, the others with p, a share of labels swapped."""
     swap = {"name": "label-swap", "share": share}
     changes = {
-        "data": {"name": "digits", "held_out": 0},
+        "data": {"name": "digits", "held_out": 0, "limit": 1200},
         "rounds": {"name": "bernoulli", "p": [1.0, p]},
         **more,
     }
@@ -137,7 +140,7 @@ def test_fedstale_s_zones(p: float, share: float, name: str, beta: float | None)
     chosen = rounds(p, share)
     facts = measure(chosen)
     assert facts.participation == pytest.approx((1 + p) / 2 / p)
-    assert facts.relabelled == pytest.approx(share, abs=0.1)
+    assert facts.relabelled == pytest.approx(share, abs=0.15)  # whole examples, rounded down
     first = advise.advise(chosen).recommended[0].strategy
     assert (first["name"], first.get("beta"), first["name"] == "fedavg" or first["p"]) == (
         name,
