@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny import TINY
 
-from afield.experiments import advise
+from afield.experiments import probe
 from afield.experiments.codec import dumps, merge
 from afield.reports import load
 from afield.reports.diagnosis import FLOOR, _effective, _term
@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advise, "EVENTS", 2000)
+    monkeypatch.setattr(probe, "EVENTS", 2000)
 
 
 def test_advice_on_the_screen_ends_in_a_table_to_paste(afield: Command) -> None:

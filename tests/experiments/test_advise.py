@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny import TINY
 
-from afield.experiments import advise
-from afield.experiments.advise import Facts, label_distance, measure
+from afield.experiments import advise, probe
 from afield.experiments.codec import merge
 from afield.experiments.config import Config, config, presets, read
+from afield.experiments.probe import Facts, label_distance, measure
 from afield.experiments.run import prepare
 from afield.runtimes.simulator import Measurement
 from afield.scenarios.data import ClientData
@@ -49,7 +49,7 @@ def settings(chosen: Config, name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advise, "EVENTS", 4000)
+    monkeypatch.setattr(probe, "EVENTS", 4000)
 
 
 def test_alike_and_even_clients_need_nothing_but_a_buffer() -> None:

@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from afield.cli.screen import screen
-from afield.experiments.advise import Advice, Facts
+from afield.experiments.advise import Advice
 from afield.experiments.advise import advise as advise_for
 from afield.experiments.config import experiment, presets, read
+from afield.experiments.probe import Facts
 
 
 def advise(

@@ -19,9 +19,9 @@ import afield
 from afield.cli.screen import screen
 from afield.core.errors import InputError, closest
 from afield.core.protocols import Availability, Delay, Partition, Strategy
-from afield.experiments.advise import free_memory
 from afield.experiments.config import REGISTRIES, AnyRounds, AnyScheduler, Source, presets
 from afield.experiments.folder import package_version
+from afield.experiments.probe import free_memory
 from afield.strategies.staleness import Staleness
 from afield.training.models import Model
 
