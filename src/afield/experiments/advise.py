@@ -13,7 +13,7 @@ from afield.experiments.codec import Table, dumps
 from afield.experiments.config import Config
 from afield.experiments.probe import Facts, always, measure
 
-ALIKE = 0.1  # heterogeneity below which clients count as alike; Dirichlet(10) with 10 classes has about 0.1
+ALIKE = 0.1  # ours: below, clients count as alike; Dirichlet(5) over 10 classes has 0.13, Dirichlet(10) 0.08
 EVEN = 3.0  # FedStale section 5.2: participation counts as even below p_avg = 3 p_min ...
 UNEVEN = 25.0  # ... and as very uneven from 25 p_min on
 MILD = 10.0  # FedEcho table 1: its slow clients take 10 times (mild) to 40 times (large) as long as the fast
