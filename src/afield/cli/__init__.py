@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import catalogue, papers, run
+from afield.cli import advise, catalogue, papers, run
 from afield.core.errors import InputError
 from afield.reports.load import LoadError
 
@@ -43,6 +43,7 @@ app.command("run")(run.run)
 app.command("compare")(run.compare)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
+app.command("advise")(advise.advise)
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

@@ -21,6 +21,7 @@ from afield.core.errors import InputError, closest
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.config import REGISTRIES, AnyRounds, AnyScheduler, Source, presets
 from afield.experiments.folder import package_version
+from afield.experiments.probe import free_memory
 from afield.strategies.staleness import Staleness
 from afield.training.models import Model
 
@@ -121,8 +122,5 @@ def _first_comment(path: Path) -> str:
 
 
 def _free_memory() -> str:
-    try:
-        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return "unknown"
-    return f"{pages * size / 2**30:.1f} GiB"
+    found = free_memory()
+    return "unknown" if found is None else f"{found / 2**30:.1f} GiB"

@@ -71,6 +71,9 @@ def compare(
     target: Annotated[float | None, typer.Option(help="Accuracy whose time is reported.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the numbers here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write the picture here (.png, .pdf, .svg).")] = None,
+    diagnose: Annotated[
+        Path | None, typer.Option(help="Write the picture of diagnosed runs here: why steps err.")
+    ] = None,
     x: Annotated[
         Literal["time", "updates", "versions", "wall"], typer.Option(help="The picture's axis.")
     ] = "time",
@@ -78,8 +81,9 @@ def compare(
     """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target."""
     if target is not None and not 0 < target <= 1:
         raise InputError(f"--target {target} is outside (0, 1]: give a share, such as 0.85")
-    if png is not None and png.suffix not in PICTURES:
-        raise InputError(f"--png {png} is no kind of picture: let it end in {', '.join(PICTURES)}")
+    for option, picture in (("--png", png), ("--diagnose", diagnose)):
+        if picture is not None and picture.suffix not in PICTURES:
+            raise InputError(f"{option} {picture} is no kind of picture: let it end in {', '.join(PICTURES)}")
     found = load.find(runs)
     comparison = tables.compare(found, target)
     console = screen()
@@ -90,6 +94,10 @@ def compare(
         from afield.reports import plots
 
         plots.accuracy(found, png, x=x, target=comparison.target)
+    if diagnose is not None:
+        from afield.reports import diagnosis
+
+        diagnosis.diagnosis(found, diagnose, x=x)
 
 
 def _check(chosen: Experiment, folder: Path) -> list[Path]:
@@ -139,6 +147,10 @@ def _draw(chosen: Experiment, runs: list[load.Run], picture: Path) -> None:
         plots.trajectories(runs, picture, matrices, problem.optima, problem.optimum())
     else:
         plots.accuracy(runs, picture, target=chosen.target)
+    if any(config.measure.diagnose for config in chosen.runs):
+        from afield.reports import diagnosis
+
+        diagnosis.diagnosis(runs, picture.with_name("diagnosis.png"))
 
 
 def _free(parent: Path, name: str) -> Path:

@@ -17,8 +17,9 @@ class Strategy(Protocol):
     tick), `correction(state, client) -> Tensor` (added to each local gradient), `refine(state, update,
     distiller)` (after `receive`), and the class variables `pace` ("arrival", the default, "round" or
     "tick"), `gathers` ("buffer", the default, "newest" or "running": core/statistics.py), `pooled`
-    (trains one client that has all the data) and `client_held` (clients send differences: core/held.py),
-    and `fitted(concurrency, participation)`, which fills in what its config may leave open.
+    (trains one client that has all the data), `client_held` (clients send differences: core/held.py) and
+    `linear` ("deltas" or "models": a step is a linear combination of these, whatever their values:
+    core/linear.py), and `fitted(concurrency, participation)`, which fills in what its config may leave open.
     """
 
     @property

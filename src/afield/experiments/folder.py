@@ -48,6 +48,11 @@ class RunFolder:
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()  # `compare` and a curious user may read along
 
+    def diagnosis(self, row: Mapping[str, Any]) -> None:
+        """What was found of each client at a measurement: lists too long for the metrics."""
+        with (self.path / "diagnostics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
     def close(self, module: nn.Module | None, summary: Mapping[str, Any] | None = None) -> None:
         """Finish: the summary is written last, so its presence says that the run is complete."""
         if self._keeps:

@@ -47,8 +47,7 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
-    source = cast(Any, scenario.data)
-    dataset = _load(source, config.seed if getattr(source, "keyed", True) else 0)
+    dataset = load_data(config)
     parts, targets = scenario.partition.split(dataset.targets, scenario.clients, config.seed)
     data = ClientData(dataset.inputs, targets, parts)
     module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
@@ -125,6 +124,8 @@ def written(
     def write(row: Receipt | Measurement) -> None:
         if isinstance(row, Measurement):
             into.metric(row.row())
+            if row.clients is not None:
+                into.diagnosis({"version": row.version, "time": row.time, **row.clients})
         else:
             tally.add(row)
             into.receipt(row)
@@ -138,6 +139,12 @@ def written(
         if finished and runtime.model:
             Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
         into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
+
+
+def load_data(config: Config) -> Dataset:
+    """The data set of a config."""
+    source = cast(Any, config.scenario.data)
+    return _load(source, config.seed if getattr(source, "keyed", True) else 0)
 
 
 @lru_cache(maxsize=1)

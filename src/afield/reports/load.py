@@ -69,6 +69,12 @@ class Run:
         # Receipts are written in parts, so a young run has none yet.
         return RECEIPTS.empty_table().select(list(names))
 
+    @cached_property
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """What was found of each client at each evaluation (measure.diagnose); empty where nothing was recorded."""
+        file = self.folder / "diagnostics.jsonl"
+        return list(_read_rows(file, self.finished, ("version", "time"))) if file.is_file() else []
+
     def series(self, key: str) -> list[dict[str, Any]]:
         """The evaluations that have a number at `key`."""
         return [row for row in self.metrics if isinstance(row.get(key), int | float)]
@@ -80,7 +86,7 @@ def load(folder: str | Path) -> Run:
     config = _read_config(folder / "config.toml")
     summary = _read_summary(folder / "summary.json")
     finished = summary is not None
-    metrics = list(_read_metrics(folder / "metrics.jsonl", finished))
+    metrics = list(_read_rows(folder / "metrics.jsonl", finished, _POSITIONS))
     return Run(folder, config["label"], config["seed"], config, metrics, finished, summary or {})
 
 
@@ -137,7 +143,8 @@ def _read_summary(file: Path) -> dict[str, Any] | None:
     return summary
 
 
-def _read_metrics(file: Path, finished: bool) -> Iterator[dict[str, Any]]:
+def _read_rows(file: Path, finished: bool, numbers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON lines, each of which has these numbers."""
     try:
         with file.open(encoding="utf-8") as opened:
             lines = opened.readlines()
@@ -156,7 +163,7 @@ def _read_metrics(file: Path, finished: bool) -> Iterator[dict[str, Any]]:
             raise LoadError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise LoadError(f"{file}, line {number} is not a JSON object")
-        for key in _POSITIONS:
+        for key in numbers:
             if not isinstance(row.get(key), int | float):
                 raise LoadError(f"{file}, line {number} has no number {key!r}")
         yield row

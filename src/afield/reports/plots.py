@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from afield.reports.load import LoadError, Run
 
 Floats = NDArray[np.float64]
+Curve = tuple[Floats, Floats]
 
 # Okabe and Ito (2008), told apart with any kind of colour vision; their yellow is left out, which
 # cannot be seen as a thin line on white. Beyond seven labels the dash pattern changes as well.
@@ -37,9 +39,7 @@ _AXES: dict[str, tuple[str, str]] = {
 
 def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: float | None = None) -> None:
     """Test accuracy (loss, where no run has an accuracy): one line per label, mean and range over its seeds."""
-    if x not in _AXES:
-        raise ValueError(f"x = {x!r} is not known; choose from {', '.join(_AXES)}")
-    key, title = _AXES[x]
+    key, title = axis(x)
     y = "accuracy" if any(run.series("accuracy") for run in runs) else "loss"
     groups = _groups(runs, y)
     figure, (axes,) = _canvas(1, (7.0, 4.2))
@@ -110,13 +110,55 @@ def trajectories(
     _save(figure, path)
 
 
-# -- the parts that both share -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class Panel:
+    """A quantity: one list per line style, in it one list per label, in it one curve per seed."""
+
+    title: str
+    styles: list[list[list[Curve]]]
+    log: bool = False
+    percent: bool = False
 
 
-def _canvas(panels: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def panels(labels: Sequence[str], wanted: Sequence[Panel], path: str | Path, x: Axis = "time") -> None:
+    """Several quantities over one axis, two rows of panels: the mean over seeds, one colour per label."""
+    figure, places = _canvas(len(wanted), (11.0, 6.4), rows=2)
+    for axes, panel in zip(places, wanted, strict=True):
+        for style, curves in enumerate(panel.styles):
+            for i, seeds in enumerate(curves):
+                if seeds:
+                    grid, held = _on_grid(seeds)
+                    dash = DASHES[2] if style else _dash(i)
+                    axes.plot(grid, held.mean(axis=0), color=_colour(i), linestyle=dash, linewidth=1.3)
+        if not axes.lines:
+            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=INK)
+        elif panel.log:
+            axes.set_yscale("log")
+        axes.set_title(panel.title, fontsize=9, color=INK, loc="left")
+        axes.set_xmargin(0)
+        axes.set_xlabel(axis(x)[1])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        if panel.percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i)) for i in range(len(labels))]
+    figure.legend(keys, list(labels), loc="outside upper center", ncols=min(len(labels), 6), frameon=False)
+    _save(figure, path)
+
+
+# -- the parts that all share ------------------------------------------------------------------------
+
+
+def axis(x: Axis) -> tuple[str, str]:
+    """The key of a row that an axis shows, and its title."""
+    if x not in _AXES:
+        raise ValueError(f"x = {x!r} is not known; choose from {', '.join(_AXES)}")
+    return _AXES[x]
+
+
+def _canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    axes = [figure.add_subplot(rows, panels // rows, i + 1) for i in range(panels)]
     for panel in axes:
         _dress(panel)
     return figure, axes
@@ -158,12 +200,12 @@ def _dash(i: int) -> Any:
     return DASHES[i // len(COLOURS) % len(DASHES)]
 
 
-def _curve(run: Run, x: str, y: str) -> tuple[Floats, Floats]:
+def _curve(run: Run, x: str, y: str) -> Curve:
     rows = run.series(y)
     return np.array([row[x] for row in rows], float), np.array([row[y] for row in rows], float)
 
 
-def _on_grid(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+def _on_grid(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
     """Several curves (rows) on one grid; each holds its value until its next point.
 
     Only where every curve has a value: a mean over other seeds further on would jump for no reason.

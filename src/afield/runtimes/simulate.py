@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from afield.core.flat import Layout
 from afield.core.protocols import Availability, Data, Delay, Evaluator, Scheduler, Strategy, Trainer
 from afield.core.server import Server
 from afield.core.types import Receipt, Scene
+from afield.runtimes.diagnose import ObservedServer
 from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
 from afield.runtimes.rounds import RoundFlow
 from afield.runtimes.simulator import Flow, Measurement, Simulator
@@ -31,6 +32,7 @@ from afield.strategies import STRATEGIES
 from afield.training.choose import Training, trainer
 from afield.training.distill import Distil
 from afield.training.evaluate import Evaluate
+from afield.training.gradients import FullGradients
 from afield.training.local import Local, check_fits
 
 SMALL = 200_000  # parameters: below, a second thread costs more than it gives (digits MLP: 1.6 times slower)
@@ -49,6 +51,7 @@ class Result:
     metrics: list[dict[str, Any]]
     model: nn.Module
     ended: str
+    clients: list[dict[str, Any]] = field(default_factory=list)  # per measurement, where the run is diagnosed
 
     @property
     def accuracy(self) -> float | None:
@@ -112,15 +115,18 @@ def assemble(
     scene = Scene(seed, sizes, [local.work(client, size) for client, size in enumerate(sizes)])
     flow, strategy = _flow(strategy, scheduler, rounds, scene)
     layout = Layout.of(module)
-    server = Server(
-        strategy,
-        layout.flatten(module).to(device),
-        len(sizes),
-        parameters=layout.parameters,
-        seed=seed,
-        max_staleness=manners.max_staleness,
-        distiller=None if unlabelled is None else Distil(module, unlabelled, device),
-    )
+    initial = layout.flatten(module).to(device)
+    options: dict[str, Any] = {
+        "parameters": layout.parameters,
+        "seed": seed,
+        "max_staleness": manners.max_staleness,
+        "distiller": None if unlabelled is None else Distil(module, unlabelled, device),
+    }
+    if measuring.diagnose:
+        gradients = FullGradients(module, data, local, loss, device)
+        server: Server = ObservedServer(strategy, initial, len(sizes), gradients=gradients, **options)
+    else:
+        server = Server(strategy, initial, len(sizes), **options)
     return Simulator(
         server,
         by if by is not None else trainer(module, data, local, seed, loss, device, training),
@@ -133,6 +139,7 @@ def assemble(
         measuring=measuring,
         manners=manners,
         block=block or block_limit(layout.size),
+        diagnosis=server.diagnosis if isinstance(server, ObservedServer) else None,
     )
 
 
@@ -148,6 +155,7 @@ def simulate(
     accuracy: float | None = None,
     measure_versions: int | None = None,
     measure_time: float | None = None,
+    diagnose: bool = False,
     max_staleness: int | None = None,
     stale: str = "drop",
     reply: str = "after",
@@ -160,9 +168,9 @@ def simulate(
     """Simulate a federation: any module, one data set per client.
 
     Ends at the first of `updates`, `versions`, `time` (virtual) or test `accuracy`. `method` says how local training
-    is computed (training/choose.py). `parts` are the rest of the scenario, as for `assemble`: delay, availability,
-    scheduler, rounds, local, unlabelled, training, seed, block. The module given is left as it is; the result holds a
-    trained copy.
+    is computed (training/choose.py); `diagnose` also records why steps err (runtimes/diagnose.py). `parts` are the
+    rest of the scenario, as for `assemble`: delay, availability, scheduler, rounds, local, unlabelled, training,
+    seed, block. The module given is left as it is; the result holds a trained copy.
     """
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
@@ -176,7 +184,7 @@ def simulate(
         cast(Data, clients),
         stop=Stop(updates=updates, versions=versions, time=time, accuracy=accuracy),
         evaluator=None if test is None else _evaluator(model, test, loss, device),
-        measuring=Measuring(versions=measure_versions, time=measure_time),
+        measuring=Measuring(versions=measure_versions, time=measure_time, diagnose=diagnose),
         manners=Manners(max_staleness=max_staleness, stale=stale, reply=reply, offline=offline),
         loss=loss,
         device=device,
@@ -184,15 +192,18 @@ def simulate(
     )
     receipts: list[Receipt] = []
     metrics: list[dict[str, Any]] = []
+    of_clients: list[dict[str, Any]] = []
     with threads(thread_count(simulator.server.size, simulator.trainer.method)):
         for row in simulator.rows():
             if isinstance(row, Measurement):
                 metrics.append(row.row())
+                if row.clients is not None:
+                    of_clients.append({"version": row.version, "time": row.time, **row.clients})
             else:
                 receipts.append(row)
     trained = copy.deepcopy(model)
     Layout.of(trained).load(simulator.server.model().cpu(), trained)
-    return Result(receipts, metrics, trained, simulator.ended)
+    return Result(receipts, metrics, trained, simulator.ended, of_clients)
 
 
 def _flow(

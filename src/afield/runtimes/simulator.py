@@ -23,6 +23,7 @@ from afield.core.held import HeldDeltas
 from afield.core.protocols import Evaluator, Trainer
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
+from afield.runtimes.diagnose import Diagnosis
 from afield.runtimes.terms import Manners, Measuring, Stop
 
 ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
@@ -47,9 +48,12 @@ class Measurement:
     staleness: float | None  # mean over the updates since the last measurement
     train_loss: float | None  # likewise
     values: Mapping[str, Any]
+    clients: Mapping[str, list[Any]] | None = (
+        None  # what was found of each client, where the run is diagnosed
+    )
 
     def row(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in self.__slots__ if name != "values"}
+        row = {name: getattr(self, name) for name in self.__slots__ if name not in ("values", "clients")}
         return {**row, **self.values}
 
 
@@ -110,6 +114,7 @@ class Simulator:
         measuring: Measuring = Measuring(),
         manners: Manners = Manners(),
         block: int = 64,
+        diagnosis: Callable[[], Diagnosis] | None = None,
     ) -> None:
         within("block", block, 1, math.inf)
         self.server = server
@@ -123,6 +128,7 @@ class Simulator:
         self.measuring = measuring
         self.manners = manners
         self.block = block
+        self.diagnosis = diagnosis
         self.now = 0.0
         self.updates = 0
         self.steps_done = 0
@@ -347,6 +353,7 @@ class Simulator:
         since, self.since = self.since, Since()
         self.measured = (self.now, self.server.version, self.updates)
         values = self.evaluator(self.server.model()) if self.evaluator is not None else {}
+        found = self.diagnosis() if self.diagnosis is not None else None
         losses = [loss for loss in since.losses if math.isfinite(loss)]
         return Measurement(
             time=self.now,
@@ -357,7 +364,8 @@ class Simulator:
             bytes=self.bytes,
             staleness=since.staleness / since.updates if since.updates else None,
             train_loss=sum(losses) / len(losses) if losses else None,
-            values=values,
+            values=values if found is None else {**values, **found.values},
+            clients=None if found is None else found.clients,
         )
 
     def _check_accuracy(self, measurement: Measurement) -> None:

@@ -36,6 +36,7 @@ class Measuring:
 
     versions: int | None = None  # every so many versions
     time: float | None = None  # every so much virtual time
+    diagnose: bool = False  # also why the last step errs, and what each client weighs (runtimes/diagnose.py)
 
     def __post_init__(self) -> None:
         if self.versions is not None:

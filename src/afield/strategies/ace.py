@@ -41,6 +41,7 @@ class ACE:
     held: str = "server"
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
 
@@ -128,6 +129,7 @@ class ACED:
     max_delay: float = 10
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
 

@@ -38,6 +38,7 @@ class ASGD:
     lr: float = 1.0
     per: str = "arrival"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "running"
 
@@ -83,6 +84,7 @@ class DelayAdaptiveASGD:
     threshold: float | None = None
     rule: str = "scale"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "running"
 

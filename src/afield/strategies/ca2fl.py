@@ -37,6 +37,7 @@ class CA2FL:
     lr: float = 1.0
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
 

@@ -29,6 +29,7 @@ class FedAsync:
     drops: Mapping[int, float] = field(default_factory=dict)
     decay: str = "none"
     uses_base: ClassVar[bool] = False
+    linear: ClassVar[str] = "models"
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ class FedAvg:
     lr: float = 1.0
     by_examples: bool = True
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     pace: ClassVar[str] = "round"
 

@@ -33,6 +33,7 @@ class FedBuff:
     lr: float = 1.0
     weight: Staleness = Constant()
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -153,6 +153,7 @@ class FedStale:
     cutoff: int | None = None
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
     pace: ClassVar[str] = "round"
@@ -183,6 +184,7 @@ class UFedAvg:
     p: Known = None
     cutoff: int | None = None
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     pace: ClassVar[str] = "round"
 
@@ -214,6 +216,7 @@ class FedVARP:
     cutoff: int | None = None
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
     pace: ClassVar[str] = "round"

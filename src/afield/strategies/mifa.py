@@ -31,6 +31,7 @@ class MIFA:
     lr: float = 1.0
     precision: str = "float32"
     uses_base: ClassVar[bool] = True
+    linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
     gathers: ClassVar[str] = "newest"
     pace: ClassVar[str] = "round"

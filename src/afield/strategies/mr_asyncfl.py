@@ -35,6 +35,7 @@ class MRAsyncFL:
     gamma: float = 0.8
     precision: str = "float32"
     uses_base: ClassVar[bool] = False
+    linear: ClassVar[str] = "models"
     gathers: ClassVar[str] = "newest"
 
     def __post_init__(self) -> None:

@@ -114,6 +114,7 @@ class TWAFL:
     by_examples: bool = False
     precision: str = "float32"
     uses_base: ClassVar[bool] = False
+    linear: ClassVar[str] = "models"
     gathers: ClassVar[str] = "newest"
 
     def __post_init__(self) -> None:
@@ -150,6 +151,7 @@ class RollingFedAvg:
 
     precision: str = "float32"
     uses_base: ClassVar[bool] = False
+    linear: ClassVar[str] = "models"
     gathers: ClassVar[str] = "newest"
 
     def __post_init__(self) -> None:

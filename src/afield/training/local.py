@@ -165,7 +165,7 @@ class LoopTrainer:
     ) -> list[LocalResult]:
         """One result per task, in order."""
         done = []
-        with _own_randomness(self.device) as reseed, torch.enable_grad():
+        with own_randomness(self.device) as reseed, torch.enable_grad():
             for task, base, correction in zip(tasks, bases, corrections, strict=True):
                 key = mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1
                 reseed(key)  # for what draws numbers of its own; nn.Dropout draws by key
@@ -295,7 +295,7 @@ def check_fits(module: nn.Module, inputs: Any, classes: int, loss: str = "cross-
     where = torch.device("cpu") if parameter is None else parameter.device
     modes = [(part, part.training) for part in module.modules()]
     try:
-        with _own_randomness(where), torch.no_grad():
+        with own_randomness(where), torch.no_grad():
             outputs = module.eval()(placed(example, where))
     except Exception as error:
         reason = str(error).strip().splitlines()
@@ -341,7 +341,7 @@ def _mean(losses: list[Tensor]) -> dict[str, float]:
 
 
 @contextmanager
-def _own_randomness(device: torch.device) -> Iterator[Callable[[int], object]]:
+def own_randomness(device: torch.device) -> Iterator[Callable[[int], object]]:
     """Gives a function that seeds torch's default generators; puts their state back at the end.
 
     Once per call of `train`, and the generators directly: 2 us, where torch.random.fork_rng with
