@@ -119,7 +119,9 @@ def assemble(
         parameters=layout.parameters,
         seed=seed,
         max_staleness=manners.max_staleness,
-        distiller=None if unlabelled is None else Distil(module, unlabelled, device),
+        distiller=None
+        if unlabelled is None
+        else Distil(module, unlabelled, device, getattr(strategy, "top", 64)),
     )
     return Simulator(
         server,

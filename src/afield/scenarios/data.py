@@ -26,6 +26,7 @@ from torch.utils import data as torch_data
 from afield.core.errors import InputError, one_of, within
 from afield.core.keys import Stream, generator
 from afield.core.protocols import Data
+from afield.scenarios.texts import GSM8K, MRPC, MathInstruct, Newsgroups
 
 NOISE = 2000  # Gaussian inputs of `unlabelled = "noise"`: as many as FedEcho distils from
 CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -42,7 +43,8 @@ class Dataset:
     test_targets: Tensor
     classes: int
     unlabelled: Tensor | None = None  # inputs that the server may distil from
-    loss: str = "cross-entropy"  # "value": the model's output is the loss itself
+    loss: str = "cross-entropy"  # "value": the model's output is the loss itself; "tokens": targets per token
+    sources: Tensor | None = None  # what partitions deal by, where targets are no labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,4 +403,8 @@ DATA = {
     "cifar10": CIFAR10,
     "cifar100": CIFAR100,
     "quadratic": Quadratic,
+    "mrpc": MRPC,
+    "newsgroups": Newsgroups,
+    "gsm8k": GSM8K,
+    "mathinstruct": MathInstruct,
 }
