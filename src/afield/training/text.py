@@ -1,7 +1,7 @@
 """Networks that read texts, from `transformers`: pretrained ones from a folder, or small ones that know nothing yet.
 
-The only place that imports `transformers`, `tokenizers` and `peft` (the extra `text`), and only when one is needed: it
-takes 4 s. A network takes one tensor of token ids, filled up on the right, and makes its own mask of it.
+The only place that imports `transformers` and `peft` (the extra `text`), and only when one is needed: it takes 4 s.
+A network takes one tensor of token ids, filled up on the right, and makes its own mask of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from afield.core.errors import InputError, within
+from afield.training import tokens
 from afield.training.local import IGNORED
 
 Row = tuple[str, ...]  # one text, or a pair
+TOKENISERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")  # one of them is in a folder
 PLAIN = (
     "### Instruction:\n{}\n\n### Response:\n"  # a question to a model whose tokeniser has no chat template
 )
@@ -63,10 +65,13 @@ class _Network:
         """This model with a tokeniser: that of its folder, else one trained on these texts."""
         library = _transformers(type(self).__name__)
         if not self.folder:
-            made = _bytes_tokeniser if self.answers else _words_tokeniser
+            made = tokens.of_bytes if self.answers else tokens.of_words
             return Reader(self, made(library, texts, self.vocabulary))
         self._check_folder(library)
-        return Reader(self, _from_folder(self.folder, library.AutoTokenizer.from_pretrained))
+        tokeniser = _from_folder(self.folder, library.AutoTokenizer.from_pretrained)
+        if tokeniser.pad_token_id is None:
+            tokeniser.pad_token = tokeniser.eos_token
+        return Reader(self, tokeniser)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         raise InputError(
@@ -77,6 +82,10 @@ class _Network:
         home = f"give the folder of a pretrained model such as huggingface.co/{self._example()}"
         if not (Path(self.folder) / "config.json").is_file():
             raise InputError(f"model.folder = {self.folder!r} has no config.json: {home}")
+        if not any((Path(self.folder) / name).is_file() for name in TOKENISERS):
+            raise InputError(
+                f"model.folder = {self.folder!r} has no tokeniser ({', '.join(TOKENISERS)}): {home}"
+            )
         found = _from_folder(self.folder, library.AutoConfig.from_pretrained)
         kind = self._kind()
         if kind and found.model_type != kind:
@@ -241,10 +250,7 @@ class Reader:
             inputs.append(whole[:-1][:length])
             targets.append([*[IGNORED] * (len(asked) - 1), *said][:length])
         width = max(len(ids) for ids in inputs)
-        found = _filled(targets, IGNORED, width)
-        if bool((found == IGNORED).all()):
-            raise InputError(f"length = {length} leaves no room for an answer after any question: raise it")
-        return _filled(inputs, self.pad, width), found
+        return _filled(inputs, self.pad, width), _filled(targets, IGNORED, width)
 
     def questions(self, rows: Sequence[Row]) -> Tensor:
         """Questions without answers as ids, filled up on the right."""
@@ -382,43 +388,6 @@ def _adapted(module: nn.Module, rank: int, alpha: float) -> nn.Module:
                 del part._parameters[name]
                 part.register_buffer(name, parameter.data, persistent=False)
     return module
-
-
-def _words_tokeniser(library: Any, texts: Iterable[str], vocabulary: int) -> Any:
-    """WordPiece in lower case, as BERT's, trained on these texts."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-
-    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary, special_tokens=list(marks.values()), show_progress=False
-    )
-    made.train_from_iterator(texts, trainer)
-    ends = [(mark, made.token_to_id(mark)) for mark in ("[CLS]", "[SEP]")]
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
-    )
-    return library.PreTrainedTokenizerFast(tokenizer_object=made, **marks)
-
-
-def _bytes_tokeniser(library: Any, texts: Iterable[str], vocabulary: int) -> Any:
-    """Byte-pair encoding over bytes, as Qwen's, trained on these texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    marks = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(marks.values()),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts, trainer)
-    return library.PreTrainedTokenizerFast(tokenizer_object=made, **marks)
 
 
 def _filled(rows: Sequence[Sequence[int]], by: int, width: int) -> Tensor:
