@@ -450,7 +450,8 @@ def test_datasets_that_cannot_be_used_are_named() -> None:
 
 
 def test_every_config_is_registered_and_has_a_line_to_show() -> None:
-    assert set(DATA) == {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "quadratic"}
+    texts = {"mrpc", "newsgroups", "gsm8k", "mathinstruct"}
+    assert set(DATA) == {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "quadratic"} | texts
     for config in DATA.values():
         assert config.__doc__
         assert config() == config()
