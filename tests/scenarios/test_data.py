@@ -217,7 +217,9 @@ def test_datasets_that_cannot_be_used_are_named() -> None:
 
 
 def test_every_config_is_registered_and_has_a_line_to_show() -> None:
-    assert set(DATA) == {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "synthetic", "quadratic"}
+    texts = {"mrpc", "newsgroups", "gsm8k", "mathinstruct"}
+    images = {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "synthetic"}
+    assert set(DATA) == {*images, *texts, "quadratic"}
     for config in DATA.values():
         assert config.__doc__
         assert config() == config()

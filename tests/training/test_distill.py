@@ -229,3 +229,84 @@ def test_refusals() -> None:
         distil.logits(params, None, 3)
     with pytest.raises(InputError, match="5 parameters and 12 statistics"):
         distil.distil(params[:5], statistics, TEACHER, 1, Settings(), None)
+
+
+# Language models: a number per token, place and text.
+
+
+class Speaker(nn.Module):
+    """Scores of 7 tokens from a token and the one before; token 0 fills up."""
+
+    pad = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.out = nn.Linear(5, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.table(ids)
+        return self.out(found + functional.pad(found, (0, 0, 1, 0))[:, :-1])
+
+
+TEXTS = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 6, 1, 2], [3, 0, 0, 0], [2, 4, 6, 5]])
+
+
+def speaking() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    module = Speaker()
+    return module, Layout.of(module).flatten(module)
+
+
+def test_what_is_kept_of_a_language_model_is_its_distribution() -> None:
+    module, params = speaking()
+    distil = Distil(module, TEXTS, top=3)
+    other = params + 0.5 * torch.randn(len(params), generator=torch.Generator().manual_seed(0))
+    kept = distil.logits(other, None, 4)
+    assert kept.shape == (4, 4, 4)
+    first = module(TEXTS[:4]).detach()  # of the initial model: it says which tokens are kept
+    Layout.of(module).load(other, module)
+    shares = module(TEXTS[:4]).detach().softmax(-1)
+    for row, place in ((TEXTS[:4] != 0).nonzero()).tolist():
+        best = first[row, place].topk(3).indices
+        mine = kept[row, place].softmax(0)
+        torch.testing.assert_close(mine[:3], shares[row, place][best])
+        torch.testing.assert_close(mine[3], 1 - mine[:3].sum())
+    assert not kept[TEXTS[:4] == 0].any()
+
+
+def test_with_the_whole_vocabulary_it_is_the_papers_rule() -> None:
+    module, params = speaking()
+    settings, there = Settings(), TEXTS != 0
+    teacher = torch.randn(5, 4, 7, generator=torch.Generator().manual_seed(1)) * 2
+    distil = Distil(module, TEXTS, top=50)
+    order = module(TEXTS).detach().topk(7).indices  # how a whole vocabulary is kept
+    mine = params.clone()
+    distil.distil(mine, None, teacher.gather(-1, order) * there[..., None], 5, settings, None)
+    module.eval()
+    adam = torch.optim.Adam(module.parameters(), lr=settings.rate)
+    for turn in range(settings.passes):
+        for rows in torch.split(torch.randperm(5, generator=generator(5, turn)), settings.batch):
+            inside = there[rows]
+            loss = echo_loss(module(TEXTS[rows])[inside], teacher[rows][inside], 0.2, 0.8)
+            adam.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
+            adam.step()
+    assert not torch.allclose(mine, params)
+    torch.testing.assert_close(mine, Layout.of(module).flatten(module), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_outside_count_as_equally_likely_and_as_nobodys_label() -> None:
+    """The loss over 2 tokens and a rest of 3 is that over 5, where both spread the rest evenly."""
+    spread = math.log(3)
+    teacher = torch.tensor([[1.0, 0.5, 2.0], [0.0, 2.0, -1.0]], dtype=torch.float64)
+    student = torch.tensor([[0.3, -0.2, 0.1], [0.4, 0.0, 0.9]], dtype=torch.float64)
+    whole = [
+        torch.cat([part[:, :2], (part[:, 2:] - spread).expand(2, 3)], dim=1) for part in (student, teacher)
+    ]
+    expected = echo_loss(*whole, 0.2, 0.8)
+    torch.testing.assert_close(echo_loss(student, teacher, 0.2, 0.8, outside=3), expected)
+    # a rest that is likelier than any token is no label: the hard part goes by the tokens
+    hard = -student.log_softmax(1)[[0, 1], [0, 1]].mean()
+    torch.testing.assert_close(echo_loss(student, teacher, 0.0, 0.0, outside=3), hard)

@@ -41,6 +41,10 @@ FOLDERS = {
     "Fashion-MNIST": "FashionMNIST/raw",
     "CIFAR-10": "cifar-10-batches-py",
     "CIFAR-100": "cifar-100-python",
+    "MRPC": "MRPC",
+    "20 Newsgroups": "20news-bydate",
+    "GSM8K": "gsm8k",
+    "MathInstruct": "MathInstruct",
 }
 
 

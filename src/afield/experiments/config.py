@@ -21,6 +21,7 @@ from afield.scenarios.data import DATA, Dataset, Digits
 from afield.scenarios.delays import DELAYS, Speeds
 from afield.scenarios.partition import PARTITIONS, Dirichlet
 from afield.scenarios.schedulers import ROUNDS, SCHEDULERS, All, Cohort
+from afield.scenarios.texts import Texts
 from afield.strategies import STRATEGIES, FedBuff
 from afield.strategies.staleness import STALENESS, Staleness
 from afield.training.choose import Training
@@ -35,7 +36,7 @@ INTERFACE = ("uses_base", "whole", "init", "receive")  # what a strategy has
 class Source(Protocol):
     """Where data comes from."""
 
-    def load(self, seed: int) -> Dataset: ...
+    def load(self, seed: int) -> Dataset | Texts: ...
 
 
 class AnyScheduler(Protocol):

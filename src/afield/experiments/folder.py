@@ -61,7 +61,14 @@ class RunFolder:
         if module is not None:
             from safetensors.torch import save_file
 
-            state = {name: value.contiguous() for name, value in module.state_dict().items()}
+            # Tied weights are written under each of their names: the format knows no shared ones.
+            own = {id(parameter): name for name, parameter in module.named_parameters()}
+            state = {
+                name: value.detach().contiguous()
+                if own.get(id(value), name) == name
+                else value.detach().clone()
+                for name, value in module.state_dict(keep_vars=True).items()
+            }
             save_file(state, str(self.path / "model.safetensors"))
         if summary is not None:
             told = {**summary, "afield": package_version("afield")}

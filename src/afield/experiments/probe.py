@@ -20,7 +20,7 @@ from afield.core.flat import Layout
 from afield.core.protocols import Strategy
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.experiments.config import Config
-from afield.experiments.run import PROBES, load_data
+from afield.experiments.run import PROBES, dealt, load_data
 from afield.runtimes.simulate import assemble
 from afield.runtimes.simulator import Measurement
 from afield.runtimes.terms import Stop
@@ -84,10 +84,10 @@ class NullTrainer:
 
 def measure(config: Config) -> Facts:
     scenario, seed = config.scenario, config.seed
-    dataset = load_data(config)
-    parts, targets = scenario.partition.split(dataset.targets, scenario.clients, seed)
+    dataset, model, _ = load_data(config)
+    parts, targets = dealt(config, dataset)
     data = ClientData(dataset.inputs, targets, parts)
-    module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, seed)
+    module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, seed)
     pace = getattr(config.strategy, "pace", "arrival")
     receipts, time, rounds = _probe(config, data, pace)
     counts = [0] * scenario.clients

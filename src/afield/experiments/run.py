@@ -18,13 +18,15 @@ from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, Source
 from afield.experiments.costs import Tally, Timed
 from afield.experiments.folder import RunFolder
+from afield.experiments.texts import More, tokenised
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
 from afield.scenarios.data import ClientData, Dataset
+from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
-from afield.training.models import build
+from afield.training.models import Model, build
 
 PROBES = 8  # tasks per client whose mean duration says who is fast
 
@@ -47,10 +49,10 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
-    dataset = load_data(config)
-    parts, targets = scenario.partition.split(dataset.targets, scenario.clients, config.seed)
+    dataset, model, more = load_data(config)
+    parts, targets = dealt(config, dataset)
     data = ClientData(dataset.inputs, targets, parts)
-    module = build(config.model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
+    module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
@@ -64,6 +66,7 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
         device=device,
         precision=config.training.precision,
         channels_last=config.training.channels_last,
+        more=more,
     )
     # a label that a partition has changed makes another pool
     pool = (id(dataset.inputs), id(targets) if targets is not dataset.targets else 0)
@@ -141,16 +144,36 @@ def written(
         into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
 
 
-def load_data(config: Config) -> Dataset:
-    """The data set of a config."""
+def load_data(config: Config) -> tuple[Dataset, Model, More | None]:
+    """The data set of a config, the model that takes it, and what evaluation measures beside the loss."""
     source = cast(Any, config.scenario.data)
-    return _load(source, config.seed if getattr(source, "keyed", True) else 0)
+    reads = cast(Any, config.model) if hasattr(config.model, "reader") else None
+    found = _load(source, config.seed if getattr(source, "keyed", True) else 0, reads)
+    return found if isinstance(found, tuple) else (found, config.model, None)
 
 
 @lru_cache(maxsize=1)
-def _load(source: Source, seed: int) -> Dataset:
-    """The runs of an experiment mostly share their data: it is read once for all with one seed."""
-    return source.load(seed)
+def _load(source: Source, seed: int, reads: Model | None) -> Dataset | tuple[Dataset, Model, More | None]:
+    """The runs of an experiment mostly share their data: it is read once for all with one seed.
+
+    Texts depend on the model that reads them as well, and come with what its tokeniser adds.
+    """
+    found = source.load(seed)
+    return tokenised(found, reads) if isinstance(found, Texts) else found
+
+
+def dealt(config: Config, dataset: Dataset) -> tuple[list[Tensor], Tensor]:
+    """Who has which examples, and the targets as the clients see them."""
+    split, count = config.scenario.partition.split, config.scenario.clients
+    if dataset.sources is None:
+        return split(dataset.targets, count, config.seed)
+    parts, seen = split(dataset.sources, count, config.seed)
+    if seen is not dataset.sources:
+        name = type(config.scenario.partition).__name__
+        raise InputError(
+            f"partition {name} changes labels, and these texts have none: choose iid or dirichlet"
+        )
+    return parts, dataset.targets
 
 
 def _groups(config: Config, dataset: Dataset, data: ClientData) -> dict[str, Tensor] | None:

@@ -120,7 +120,9 @@ def assemble(
         "parameters": layout.parameters,
         "seed": seed,
         "max_staleness": manners.max_staleness,
-        "distiller": None if unlabelled is None else Distil(module, unlabelled, device),
+        "distiller": None
+        if unlabelled is None
+        else Distil(module, unlabelled, device, getattr(strategy, "top", 64)),
     }
     if measuring.diagnose:
         gradients = FullGradients(module, data, local, loss, device)

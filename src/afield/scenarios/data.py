@@ -18,6 +18,7 @@ from afield.core.protocols import Data
 from afield.scenarios.dataset import Dataset
 from afield.scenarios.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, Synthetic
 from afield.scenarios.quadratic import Quadratic
+from afield.scenarios.texts import GSM8K, MRPC, MathInstruct, Newsgroups
 
 __all__ = ["DATA", "ClientData", "Dataset", "Digits", "ListedData", "Quadratic", "client_data", "pooled"]
 
@@ -105,4 +106,8 @@ DATA = {
     "cifar100": CIFAR100,
     "synthetic": Synthetic,
     "quadratic": Quadratic,
+    "mrpc": MRPC,
+    "newsgroups": Newsgroups,
+    "gsm8k": GSM8K,
+    "mathinstruct": MathInstruct,
 }

@@ -27,7 +27,8 @@ class Dataset:
     test_targets: Tensor
     classes: int
     unlabelled: Tensor | None = None  # inputs that the server may distil from
-    loss: str = "cross-entropy"  # "value": the model's output is the loss itself
+    loss: str = "cross-entropy"  # "value": the model's output is the loss itself; "tokens": targets per token
+    sources: Tensor | None = None  # what partitions deal by, where targets are no labels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ class FedEchoState(ServerState):
     held: int = 0
     logits: ClientTable | None = None  # every client's newest logits, made at the first update
     teacher: Tensor | None = None  # their running sum (float64)
-    shape: tuple[int, int] = (0, 0)
+    shape: tuple[int, ...] = ()
     heard: int = 0
     memory: dict[str, Any] = field(default_factory=dict)  # Adam's moments, where they are kept
 
@@ -36,6 +36,7 @@ class FedEcho:
     running sum and count of logits; `passes` over `samples` examples in batches of `batch` with Adam at `rate`
     (fresh in every distillation; `keep` carries its state), gradient norm clipped to `clip`. KL and
     cross-entropy are mixed by alpha between `alpha_min` and `alpha_max`, larger the less certain the teacher.
+    Of a language model the logits of `top` tokens a place are kept, and one for all others (training/distill.py).
     """
 
     size: int = 5
@@ -48,11 +49,12 @@ class FedEcho:
     alpha_min: float = 0.2
     alpha_max: float = 0.8
     keep: bool = False
+    top: int = 64
     uses_base: ClassVar[bool] = True
     whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("size", "samples", "batch", "passes"):
+        for name in ("size", "samples", "batch", "passes", "top"):
             within(name, getattr(self, name), 1, math.inf)
         within("lr", self.lr, 0, math.inf, above=True)
         within("rate", self.rate, 0, math.inf)
@@ -87,7 +89,7 @@ class FedEcho:
         if not math.isfinite(float(low)) or not math.isfinite(float(high)):
             return self._teach(state, distiller)  # a finite model may still predict Inf: it does not teach
         if state.logits is None or state.teacher is None:
-            state.shape = (logits.shape[0], logits.shape[1])
+            state.shape = tuple(logits.shape)
             state.logits = ClientTable.like(logits.flatten(), state.clients)
             state.teacher = torch.zeros(logits.numel(), dtype=torch.float64, device=logits.device)
         state.heard += not state.logits.has(update.task.client)

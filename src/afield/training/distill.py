@@ -16,6 +16,7 @@ from afield.core.keys import generator
 # Of the unlabelled set at once; fixed, so that equal models have equal logits to the bit. Few on a CPU, where large
 # activations are fresh pages every time.
 _ROWS = {"cpu": 100, "cuda": 500}
+_TEXTS = 8  # the same of texts, whose outputs are a number per token of the vocabulary and place
 
 
 class Settings(Protocol):
@@ -40,16 +41,24 @@ class Settings(Protocol):
     def alpha_max(self) -> float: ...
 
 
-def echo_loss(student: Tensor, teacher: Tensor, alpha_min: float, alpha_max: float) -> Tensor:
+def echo_loss(
+    student: Tensor, teacher: Tensor, alpha_min: float, alpha_max: float, outside: int = 0
+) -> Tensor:
     """alpha KL(teacher || student) + (1 - alpha) CE(student, argmax teacher), both means over the batch.
 
     alpha runs from alpha_min (the teacher is sure) to alpha_max (its entropy is log C, the most there is).
+    `outside`: so many classes share the last column. They count as equally likely, and as nobody's label.
     """
-    classes = teacher.shape[-1]
-    teacher = teacher.detach().reshape(-1, classes)
-    student = student.reshape(-1, classes)
+    columns = teacher.shape[-1]
+    classes = columns - 1 + outside if outside else columns
+    teacher = teacher.detach().reshape(-1, columns)
+    student = student.reshape(-1, columns)
     expected = functional.log_softmax(teacher, dim=1)
-    entropy = torch.special.entr(expected.exp()).sum(dim=1).mean() / math.log(classes)
+    entropy = torch.special.entr(expected.exp()).sum(dim=1).mean()
+    if outside:
+        entropy = entropy + expected[:, -1].exp().mean() * math.log(outside)
+        teacher = teacher[:, :-1]
+    entropy = entropy / math.log(classes)
     alpha = entropy * alpha_max + (1 - entropy) * alpha_min
     given = functional.log_softmax(student, dim=1)
     soft = functional.kl_div(given, expected, reduction="batchmean", log_target=True)
@@ -63,9 +72,16 @@ class Distil:
 
     The module is a private copy in eval mode: normalisation uses the statistics given, which stay as they
     are, and dropout is off.
+
+    Of a language model, whose logits for a whole vocabulary do not fit, a place of a text has `top` + 1 numbers: the
+    logits of the `top` tokens that the model given here (the initial one) finds likeliest there, and one for the
+    rest, the logarithm of the sum of its exponentials. All clients' have the same tokens, so that their mean is that
+    of the paper over a vocabulary whose rare words are one; with `top` the whole vocabulary it is the paper's own.
     """
 
-    def __init__(self, module: nn.Module, unlabelled: Tensor, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, module: nn.Module, unlabelled: Tensor, device: torch.device | str = "cpu", top: int = 64
+    ) -> None:
         self._module, self._layout, self._work = own_copy(module, device)
         self._module.eval()
         self._unlabelled = unlabelled.to(device)
@@ -74,13 +90,47 @@ class Distil:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 parameter.grad = views[name]  # backward adds into it, in place
+        self._rows = _ROWS.get(self._unlabelled.device.type, 500)
+        self._choices: Tensor | None = None  # [rows, places, top]: tokens
+        self._there: Tensor | None = None  # [rows, places]: not there to fill up
+        self._outside = 0  # tokens of the vocabulary that are no choice
+        with torch.no_grad():
+            self._choose(top)
+
+    def _choose(self, top: int) -> None:
+        """Settle of which tokens a language model's logits are kept."""
+        probe = self._module(self._unlabelled[:1])
+        if probe.ndim != 3:
+            return
+        self._rows, vocabulary = _TEXTS, probe.shape[-1]
+        kept = min(top, vocabulary)
+        parts = torch.split(self._unlabelled, self._rows)
+        self._choices = torch.cat([self._module(part).topk(kept, dim=-1).indices for part in parts])
+        self._outside = vocabulary - kept
+        self._there = self._unlabelled != getattr(self._module, "pad", -1)
+
+    def _given(self, rows: slice | Tensor) -> Tensor:
+        """The module's outputs for some of the unlabelled set, in the form that is kept."""
+        outputs: Tensor = self._module(self._unlabelled[rows])
+        if self._choices is None or self._there is None:
+            return outputs
+        choices, there = self._choices[rows], self._there[rows]
+        found = outputs.gather(-1, choices)
+        if self._outside:
+            rest = outputs.scatter(-1, choices, -math.inf).logsumexp(dim=-1, keepdim=True)
+            found = torch.cat([found, rest], dim=-1)
+        return found * there[..., None]
 
     def logits(self, params: Tensor, statistics: Tensor | None, samples: int) -> Tensor:
-        """The model's outputs on the first `samples` of the unlabelled set (or all it has), [rows, classes]."""
-        rows = self._unlabelled[:samples]
+        """The model's outputs on the first `samples` of the unlabelled set (or all it has).
+
+        [rows, classes]; of a language model [rows, places, top + 1], zeros at places that only fill up.
+        """
+        total = min(samples, len(self._unlabelled))
         self._take(params, statistics)
         with torch.no_grad():
-            outputs = [self._module(part) for part in torch.split(rows, _ROWS.get(rows.device.type, 500))]
+            starts = range(0, total, self._rows)
+            outputs = [self._given(slice(start, min(start + self._rows, total))) for start in starts]
         return torch.cat(outputs).to(params.device)
 
     def distil(
@@ -97,7 +147,6 @@ class Distil:
         `teacher` holds the logits of the first samples; `key` fixes the batches' order. `memory` carries
         Adam's moments from one distillation to the next: an empty dict at first, then "m", "v" and "steps".
         """
-        rows = self._unlabelled[: len(teacher)]
         self._take(params, statistics)
         teacher = teacher.to(self._work)
         weights = nn.Parameter(self._work[: self._layout.parameters])
@@ -112,10 +161,13 @@ class Distil:
         with torch.enable_grad():
             for turn in range(settings.passes):
                 order = torch.randperm(len(teacher), generator=generator(key, turn))
-                for positions in torch.split(order.to(rows.device), settings.batch):
+                for positions in torch.split(order.to(self._unlabelled.device), settings.batch):
                     self._gradient.zero_()
-                    student = self._module(rows[positions])
-                    loss = echo_loss(student, teacher[positions], settings.alpha_min, settings.alpha_max)
+                    student, target = self._given(positions), teacher[positions]
+                    if self._there is not None:
+                        student, target = (part[self._there[positions]] for part in (student, target))
+                    bounds = (settings.alpha_min, settings.alpha_max)
+                    loss = echo_loss(student, target, *bounds, self._outside)
                     loss.backward()  # type: ignore[no-untyped-call]
                     nn.utils.clip_grad_norm_([weights], settings.clip)
                     adam.step()

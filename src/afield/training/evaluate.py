@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from afield.core.errors import InputError, within
 from afield.core.flat import own_copy
 from afield.training.cuda import Recorded
-from afield.training.local import loss_function
+from afield.training.local import IGNORED, loss_function
 
 log = logging.getLogger("afield")
 
@@ -46,11 +46,13 @@ class Evaluate:
 
     - cross-entropy: "loss", "accuracy", "per_class" (None for a class that the test set lacks) and "groups";
     - mse: "loss";
+    - tokens: "loss", the mean over all tokens that are to be guessed, and "perplexity";
     - value: "loss" and, for at most 4 parameters, "params".
 
     `groups` gives each group's label mix, one share per class. Its accuracy is the accuracy that the test
     set would show with that mix: the sum of share times per-class accuracy over the classes that the test
-    set has, divided by the sum of those shares (None if it has none of them).
+    set has, divided by the sum of those shares (None if it has none of them). `more` measures further things of
+    the module, as a dict.
     """
 
     def __init__(
@@ -65,7 +67,10 @@ class Evaluate:
         device: torch.device | str = "cpu",
         precision: str = "float32",
         channels_last: bool = False,
+        more: Callable[[nn.Module], dict[str, Any]] | None = None,
     ) -> None:
+        if batch is None and loss == "tokens":
+            batch = 8  # a score per token of the vocabulary and place: 100 texts of Qwen's would take 31 GB
         if batch is None:
             # On a CPU large activations are fresh pages every time: 1,000 took 1.4 (ResNet-18) to 1.9 times as long.
             batch = 1000 if torch.device(device).type == "cuda" else 100
@@ -75,6 +80,11 @@ class Evaluate:
                 f"a test set of {len(inputs)} inputs and {len(targets)} targets: give one each, 1 or more"
             )
         self._loss, self._counts = loss_function(loss), loss == "cross-entropy"
+        self._more, self._tokens = more, loss == "tokens"
+        guessed = (
+            (targets != IGNORED).sum(dim=1) if self._tokens else torch.ones(len(targets), dtype=torch.long)
+        )
+        self._weights: list[int] = [int(part.sum()) for part in torch.split(guessed, batch)]  # of each batch
         self._module, self._layout, self._vector = own_copy(module, device)
         self._module.eval()
         self._inputs, self._targets = inputs.to(device), targets.to(device)
@@ -98,13 +108,17 @@ class Evaluate:
             self._passes = self._recorded()
         self._passes()
         point = self._vector[: self._layout.parameters].clone() if self._shows_point else None
+        if self._more is not None:
+            return self._told(self._found, point) | self._more(self._module)
         if self._vector.device.type == "cpu":
             return self._told(self._found, point)
         return Later(partial(self._told, self._found.clone(), point))
 
     def _told(self, sums: Tensor, point: Tensor | None) -> dict[str, Any]:
         loss, *hits = sums.tolist()  # one look: each would make a GPU wait
-        found: dict[str, Any] = {"loss": loss / len(self._inputs)}
+        found: dict[str, Any] = {"loss": loss / max(1, sum(self._weights))}
+        if self._tokens:
+            found["perplexity"] = math.exp(found["loss"]) if found["loss"] < 700 else math.inf
         if self._counts:
             found |= self._accuracies([int(hit) for hit in hits])
         if point is not None:
@@ -124,11 +138,11 @@ class Evaluate:
         self._found.zero_()
         cast = torch.autocast(self._vector.device.type, torch.bfloat16, enabled=self._half)
         with torch.no_grad(), cast:
-            for start in range(0, len(self._inputs), self._batch):
+            for start, weight in zip(range(0, len(self._inputs), self._batch), self._weights, strict=True):
                 inputs = self._inputs[start : start + self._batch]
                 targets = self._targets[start : start + self._batch]
                 outputs = self._module(inputs).to(self._layout.dtype)
-                self._found[0] += self._loss(outputs, targets).double() * len(inputs)
+                self._found[0] += self._loss(outputs, targets).double() * weight
                 if self._counts:
                     right = (outputs.argmax(dim=1) == targets).double()
                     self._found[1:].index_add_(0, targets, right)

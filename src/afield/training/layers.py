@@ -50,7 +50,8 @@ class KeyedDropout(nn.Module):
         moment = self.moment
         if not self.training or self.p == 0.0 or moment.key is None or moment.step is None:
             return inputs
-        key = moment.key + moment.step * APART + moment.calls * FURTHER
+        # Kept to 63 bits: from the fourth call on the product is more than torch takes as an integer.
+        key = moment.key + moment.step * APART + (moment.calls * FURTHER & 0x7FFFFFFFFFFFFFFF)
         moment.calls += 1
         if self.p == 1.0:
             return inputs * 0.0

@@ -24,6 +24,7 @@ from afield.training.draws import shuffled
 from afield.training.layers import Moment, keyed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+IGNORED = -100  # the target of a token that nobody has to guess
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,26 @@ def _value(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
-LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "mse": _mse, "value": _value}
+def guesses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each text the sum of its tokens' losses, and how many tokens had to be guessed."""
+    wanted = targets != IGNORED
+    right = functional.log_softmax(outputs, dim=-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return -torch.where(wanted, right, 0.0).sum(dim=-1), wanted.sum(dim=-1)
+
+
+def _tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses, counts = guesses(outputs, targets)
+    return losses.sum() / counts.sum().clamp(min=1)
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "mse": _mse, "value": _value, "tokens": _tokens}
 
 
 def loss_function(name: str) -> Loss:
-    """The mean loss of a batch, from outputs and targets; "value" is the mean of the outputs themselves."""
+    """The mean loss of a batch, from outputs and targets.
+
+    "value" is the mean of the outputs themselves; "tokens" the mean over the tokens whose target is not IGNORED.
+    """
     one_of("loss", name, LOSSES)
     return LOSSES[name]
 
@@ -265,6 +281,7 @@ class _Buffers:
         attached = {id(buffer) for name, buffer in module.named_buffers() if name in layout.names}
         self._inside: list[tuple[nn.Module, str, Tensor]] = []
         self._outside: list[tuple[nn.Module, str, Tensor]] = []
+        self._placed: dict[int, tuple[Tensor, int]] = {}  # what was put back, and its version then
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if id(buffer) in attached:
@@ -275,8 +292,13 @@ class _Buffers:
     def restore(self) -> None:
         for part, name, buffer in self._inside:
             setattr(part, name, buffer)
-        for part, name, value in self._outside:
-            setattr(part, name, value.clone())
+        for number, (part, name, value) in enumerate(self._outside):
+            before, version = self._placed.get(number, (None, 0))
+            if before is not None and getattr(part, name) is before and before._version == version:
+                continue  # nobody touched it: frozen weights may be gigabytes
+            own = value.clone()
+            setattr(part, name, own)
+            self._placed[number] = (own, own._version)
 
     def collect(self) -> None:
         """Copy what the module bound anew (`self.mean = ...`) back into the vector."""
@@ -310,6 +332,11 @@ def check_fits(module: nn.Module, inputs: Any, classes: int, loss: str = "cross-
         raise InputError(
             f"the model gives outputs of shape {tuple(outputs.shape)}, but the loss 'value' wants one number per "
             f"example, the loss itself: choose a model such as point"
+        )
+    if loss == "tokens" and outputs.ndim != 3:
+        raise InputError(
+            f"the model gives outputs of shape {tuple(outputs.shape)}, but the loss 'tokens' wants one score per "
+            f"token, place and text: choose a model such as causal-lm"
         )
     if loss != "cross-entropy":
         return

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from afield.core.errors import InputError, one_of, within
 from afield.core.keys import Stream, mix
+from afield.training.text import Bert, CausalLm, DistilBert
 
 
 class Model(Protocol):
@@ -229,4 +230,7 @@ MODELS: dict[str, type[Model]] = {
     "fedasync-cnn": FedAsyncCnn,
     "resnet18": ResNet18,
     "point": Point,
+    "bert": Bert,
+    "distilbert": DistilBert,
+    "causal-lm": CausalLm,
 }

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from afield.core.flat import Layout
 from afield.training.layers import BlockNorm, KeyedDropout, Moment, keyed, normed, variances
+from afield.training.local import guesses
 from afield.training.tape import CannotRecord, Tape, compiled, descending, record, simplified, widened
 
 WIDTHS = (2, 3, 5)  # a tape for any width comes from tapes at these
@@ -178,6 +179,11 @@ class Steps:
         if self.facts.classes is not None:
             wrong = functional.log_softmax(outputs, dim=-1) * targets
             return wrong.sum() if weights is None else (wrong.sum(dim=-1) * weights).sum() * self._batch
+        if self._loss == "tokens":
+            sums, tokens = guesses(outputs, targets)
+            if weights is not None:
+                sums, tokens = sums * (weights > 0), tokens * (weights > 0)
+            return sums.sum() / tokens.sum().clamp(min=1)
         each = _each(self._loss, outputs, targets)
         return each.mean() if weights is None else (each * weights).sum()
 
