@@ -310,3 +310,20 @@ def test_tokens_outside_count_as_equally_likely_and_as_nobodys_label() -> None:
     # a rest that is likelier than any token is no label: the hard part goes by the tokens
     hard = -student.log_softmax(1)[[0, 1], [0, 1]].mean()
     torch.testing.assert_close(echo_loss(student, teacher, 0.0, 0.0, outside=3), hard)
+
+
+@pytest.mark.gpu
+def test_one_launch_on_a_gpu_is_what_a_cpu_computes() -> None:
+    params, statistics = parts(network())
+    memory: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {}}
+    found = {}
+    for device in memory:
+        distil = Distil(network(), UNLABELLED, device)
+        moved, held = params.clone().to(device), statistics.to(device)
+        for key in (1, 2):  # the second goes on with Adam's moments; another teacher is no new recording
+            distil.distil(moved, held, (TEACHER + key).to(device), key, Settings(), memory[device])
+        distil.distil(moved, held, TEACHER.to(device), 3, Settings(), None)
+        found[device] = moved.cpu()
+    assert memory["cpu"]["steps"] == memory["cuda"]["steps"] == 12
+    assert not torch.equal(found["cpu"], params)
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)

@@ -8,6 +8,7 @@ where the tests compare them with the loop.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from afield.training.block import BlockTrainer, Deal
 from afield.training.descent import Weights, corrected, descend, plain
 from afield.training.local import Local
 from afield.training.step import channels_last
+
+log = logging.getLogger("afield")
 
 ROOM = 2**30  # bytes of stacked weights at once
 WIDEST = 256
@@ -55,6 +58,15 @@ class Recorded:
 
     def __call__(self) -> None:
         self._replay()
+
+
+def recorded(function: Callable[[], None], device: torch.device, what: str) -> Callable[[], None]:
+    """The function as one launch on a GPU, where the model allows it; else as it is, with a line in the log."""
+    try:
+        return Recorded(function, device, None)
+    except RuntimeError as reason:
+        log.warning("%s goes without a CUDA graph: %s", what, str(reason).splitlines()[0])
+        return function
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional
 from afield.core.errors import InputError
 from afield.core.flat import own_copy
 from afield.core.keys import generator
+from afield.training.cuda import recorded
 
 # Of the unlabelled set at once; fixed, so that equal models have equal logits to the bit. Few on a CPU, where large
 # activations are fresh pages every time.
@@ -90,6 +93,10 @@ class Distil:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 parameter.grad = views[name]  # backward adds into it, in place
+        self._weights = nn.Parameter(self._work[: self._layout.parameters])
+        self._weights.grad = self._gradient
+        self._known: tuple[Any, ...] = ()  # what the launch was recorded for
+        self._launch: Callable[[], None] | None = None
         self._rows = _ROWS.get(self._unlabelled.device.type, 500)
         self._choices: Tensor | None = None  # [rows, places, top]: tokens
         self._there: Tensor | None = None  # [rows, places]: not there to fill up
@@ -147,38 +154,76 @@ class Distil:
         `teacher` holds the logits of the first samples; `key` fixes the batches' order. `memory` carries
         Adam's moments from one distillation to the next: an empty dict at first, then "m", "v" and "steps".
         """
+        step = self._step(settings, teacher)
         self._take(params, statistics)
-        teacher = teacher.to(self._work)
-        weights = nn.Parameter(self._work[: self._layout.parameters])
-        weights.grad = self._gradient
-        adam = torch.optim.Adam([weights], lr=settings.rate, betas=(0.9, 0.999), eps=1e-8)
-        if memory:
-            adam.state[weights] = {
-                "step": torch.tensor(float(memory["steps"])),
-                "exp_avg": memory["m"].to(self._work),
-                "exp_avg_sq": memory["v"].to(self._work),
-            }
-        with torch.enable_grad():
-            for turn in range(settings.passes):
-                order = torch.randperm(len(teacher), generator=generator(key, turn))
-                for positions in torch.split(order.to(self._unlabelled.device), settings.batch):
-                    self._gradient.zero_()
-                    student, target = self._given(positions), teacher[positions]
-                    if self._there is not None:
-                        student, target = (part[self._there[positions]] for part in (student, target))
-                    bounds = (settings.alpha_min, settings.alpha_max)
-                    loss = echo_loss(student, target, *bounds, self._outside)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    nn.utils.clip_grad_norm_([weights], settings.clip)
-                    adam.step()
-        params.copy_(weights.detach())
-        if memory is not None and weights in adam.state:
-            state = adam.state[weights]
+        self._start(memory)
+        for turn in range(settings.passes):
+            order = torch.randperm(len(teacher), generator=generator(key, turn))
+            for positions in torch.split(order.to(self._unlabelled.device), settings.batch):
+                step(positions)
+        params.copy_(self._weights.detach())
+        if memory is not None and self._weights in self._adam.state:
+            state = self._adam.state[self._weights]
             memory["m"], memory["v"] = (
-                state["exp_avg"].to(params.device),
-                state["exp_avg_sq"].to(params.device),
+                state[name].to(params.device, copy=True) for name in ("exp_avg", "exp_avg_sq")
             )
             memory["steps"] = int(state["step"])
+
+    def _step(self, settings: Settings, teacher: Tensor) -> Callable[[Tensor], None]:
+        """One step for the examples at some positions; a whole batch is one launch on a GPU if the model allows it.
+
+        A launch reads and writes always the same memory; it is recorded before the model is there, as that trains.
+        """
+        names = ("batch", "rate", "clip", "alpha_min", "alpha_max")
+        known = (tuple(getattr(settings, name) for name in names), teacher.shape)
+        if known != self._known:
+            self._known, self._teacher = known, torch.empty_like(teacher, device=self._work.device)
+            adam = torch.optim.Adam([self._weights], lr=settings.rate, capturable=self._work.is_cuda)
+            self._adam, self._launch = adam, None
+        self._teacher.copy_(teacher)
+        whole = self._there is None and self._work.is_cuda and len(teacher) >= settings.batch
+        if whole and self._launch is None:
+            place = torch.arange(settings.batch, device=self._work.device)
+            self._place, alone = place, partial(self._move, settings, place)
+            self._launch = recorded(alone, self._work.device, "distillation")
+
+        def step(positions: Tensor) -> None:
+            if self._launch is not None and len(positions) == settings.batch:
+                self._place.copy_(positions)
+                self._launch()
+            else:
+                self._move(settings, positions)
+
+        return step
+
+    def _move(self, settings: Settings, positions: Tensor) -> None:
+        with torch.enable_grad():
+            self._gradient.zero_()
+            student, target = self._given(positions), self._teacher[positions]
+            if self._there is not None:
+                student, target = (part[self._there[positions]] for part in (student, target))
+            loss = echo_loss(student, target, settings.alpha_min, settings.alpha_max, self._outside)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_([self._weights], settings.clip)
+            self._adam.step()
+
+    def _start(self, memory: Mapping[str, Any] | None) -> None:
+        """Set Adam's moments: to zero, or to what the last distillation left."""
+        state = self._adam.state[self._weights]
+        if not state:
+            step = torch.zeros((), device=self._work.device if self._work.is_cuda else "cpu")
+            state.update(
+                step=step,
+                exp_avg=torch.zeros_like(self._weights),
+                exp_avg_sq=torch.zeros_like(self._weights),
+            )
+        for name, key in (("step", "steps"), ("exp_avg", "m"), ("exp_avg_sq", "v")):
+            if not memory:
+                state[name].zero_()
+            elif key == "steps":
+                state[name].fill_(float(memory[key]))
+            else:
+                state[name].copy_(memory[key])
 
     def _take(self, params: Tensor, statistics: Tensor | None) -> None:
         """Load a model that comes in two parts."""

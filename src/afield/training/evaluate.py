@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError, within
 from afield.core.flat import own_copy
-from afield.training.cuda import Recorded
+from afield.training.cuda import recorded
 from afield.training.local import IGNORED, loss_function
-
-log = logging.getLogger("afield")
 
 
 class Later(Mapping[str, Any]):
@@ -105,7 +102,7 @@ class Evaluate:
             )
         self._vector.copy_(model)
         if self._passes is None:
-            self._passes = self._recorded()
+            self._passes = recorded(self._measure, self._vector.device, "evaluation")
         self._passes()
         point = self._vector[: self._layout.parameters].clone() if self._shows_point else None
         if self._more is not None:
@@ -124,14 +121,6 @@ class Evaluate:
         if point is not None:
             found["params"] = point.tolist()
         return found
-
-    def _recorded(self) -> Callable[[], None]:
-        """The passes as one launch on a GPU, where the model allows it."""
-        try:
-            return Recorded(self._measure, self._vector.device, None)
-        except RuntimeError as reason:
-            log.warning("evaluation goes without a CUDA graph: %s", str(reason).splitlines()[0])
-            return self._measure
 
     def _measure(self) -> None:
         """The sum of losses and the hits per class, into `_found`."""
