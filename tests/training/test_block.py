@@ -164,12 +164,18 @@ def test_bfloat16_is_near(maker: str, module: str) -> None:
     tasks, bases, corrections = work(built)
     local = Local(batch=16)
     right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
-    fast = MAKERS[maker](built, data, local, SEED, device="cuda", precision="bfloat16")
+    try:
+        fast = MAKERS[maker](built, data, local, SEED, device="cuda", precision="bfloat16")
+    except (
+        CannotRecord
+    ):  # then the loop trains: torch 2.11 has no backward pass of such a norm in this order of memory
+        assert maker == "streams-last" and any(isinstance(part, nn.GroupNorm) for part in built.modules())
+        return
     found = fast.train(tasks, [base.cuda() for base in bases], corrections)
     for one, other, base in zip(found, right, bases, strict=True):
         moved = (other.model - base).norm()
-        # 8 bits of mantissa, networks of a few dozen weights: on an H200 two of the twelve cases were above 0.1
-        assert float((one.model.cpu() - other.model).norm() / moved) < 0.3
+        # 8 bits of mantissa: up to 0.02 on an H200
+        assert float((one.model.cpu() - other.model).norm() / moved) < 0.05
         assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=0.05)
 
 

@@ -80,13 +80,15 @@ class BlockNorm(nn.Module):
             return self._full(inputs, len(inputs) * rest)
         shape = (1, -1) + (1,) * (inputs.ndim - 2)
         share = present.view((-1,) + (1,) * (inputs.ndim - 1)).to(inputs.dtype)
-        count = present.sum() * rest
+        # 1 at the least: a row that is done, and idles in a graph, must not turn to NaN, which grouped convolutions
+        # in bfloat16 carry over to their neighbours
+        count = (present.sum() * rest).clamp(min=1)
         over = [0, *range(2, inputs.ndim)]
         mean = (inputs * share).sum(over) / count
         centred = inputs - mean.view(shape)
         squares = (centred * centred * share).sum(over)
         variance = squares / count
-        self._tell(mean, squares / (count - 1))
+        self._tell(mean, squares / (count - 1).clamp(min=1))
         scaled = centred * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
             scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
