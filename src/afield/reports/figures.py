@@ -35,13 +35,24 @@ def draw(outcome: Outcome, folder: Path) -> None:
     """Every picture of the outcome."""
     kind, paper = outcome.paper["kind"], outcome.paper
     if kind == "curves":
+        # with variants: one picture per row, one line per variant
+        split = len(outcome.rows) > 1 and any(variant for _, variant in outcome.lines)
         for x in paper["x"]:
-            name = "figure.png" if len(paper["x"]) == 1 else f"figure-{x}.png"
-            _curves(outcome, x, folder / name)
+            name = "figure" if len(paper["x"]) == 1 else f"figure-{x}"
+            for row in outcome.rows if split else [None]:
+                own = name if row is None else f"{name}-{_file(row)}"
+                _curves(outcome, x, folder / f"{own}.png", row)
     elif kind == "heatmap":
         _heatmap(outcome, folder / "figure.png")
+    elif kind == "heatmaps":
+        _heatmaps(outcome, folder / "figure.png")
     else:
         _over_columns(outcome, folder / "figure.png", bars=kind == "bars")
+
+
+def _file(label: str) -> str:
+    """A label as part of a file's name."""
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in label).split())
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
@@ -67,13 +78,17 @@ def _legend(figure: Figure, lines: Sequence[tuple[int, tuple[str, str]]]) -> Non
 # -- curves -------------------------------------------------------------------------------------------
 
 
-def _curves(outcome: Outcome, x: str, path: Path) -> None:
+def _curves(outcome: Outcome, x: str, path: Path, only: str | None = None) -> None:
     """One panel per column (and per y), one line per row: mean and standard deviation over seeds."""
     if x not in X:
         raise LoadError(f"x = {x!r} is no axis: choose from {', '.join(X)}")
-    measures, columns = outcome.paper["y"], outcome.columns
+    measures, drawn = outcome.paper["y"], outcome.paper.get("panels") or outcome.columns
     hidden = outcome.paper["hidden"].get(x, ())
-    lines = [(number, line) for number, line in enumerate(outcome.lines) if line[0] not in hidden]
+    own = [line for line in outcome.lines if only in (None, line[0])]
+    lines = [(number, line) for number, line in enumerate(own) if line[0] not in hidden]
+    columns = [c for c in outcome.columns if c in drawn and any(outcome.at(line, c) for _, line in lines)]
+    if not columns:
+        return
     figure, panels = _panels(len(measures), len(columns))
     for y, row in zip(measures, panels, strict=True):
         for column, panel in zip(columns, row, strict=True):
@@ -85,7 +100,7 @@ def _curves(outcome: Outcome, x: str, path: Path) -> None:
             panel.set_xlabel(X[x][2])
             panel.set_ylabel(Y.get(y, y))
             panel.set_title(column, fontsize=9, color=INK)
-    _legend(figure, lines)
+    _legend(figure, lines if only is None else [(number, ("", line[1])) for number, line in lines])
     _save(figure, path)
 
 
@@ -170,31 +185,49 @@ def _heatmap(outcome: Outcome, path: Path) -> None:
     ours, theirs = _field(outcome, ours=True), _field(outcome, ours=False)
     fields = [("ours", ours)] + ([("paper", theirs)] if np.isfinite(theirs).any() else [])
     known = np.concatenate([values[np.isfinite(values)] for _, values in fields])
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     figure, (row,) = _panels(1, len(fields))
     for (title, values), panel in zip(fields, row, strict=True):
-        panel.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
-        panel.grid(False)
-        panel.set_title(title, fontsize=9, color=INK)
-        panel.set_xticks(range(len(outcome.columns)), outcome.columns)
-        panel.set_yticks(range(len(outcome.rows)), outcome.rows)
-        for (i, j), value in np.ndenumerate(values):
-            if math.isfinite(value):
-                dark = value < (low + high) / 2
-                panel.text(
-                    j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-                )
+        _map(outcome, panel, title, values, known)
     _save(figure, path)
 
 
-def _field(outcome: Outcome, ours: bool) -> Floats:
+def _map(outcome: Outcome, panel: Axes, title: str, values: Floats, known: Floats) -> None:
+    """One map; `known`: all values that share its colours."""
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    panel.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
+    panel.grid(False)
+    panel.set_title(title, fontsize=9, color=INK)
+    panel.set_xticks(range(len(outcome.columns)), outcome.columns)
+    panel.set_yticks(range(len(outcome.rows)), outcome.rows)
+    for (i, j), value in np.ndenumerate(values):
+        if math.isfinite(value):
+            colour = "w" if value < (low + high) / 2 else "k"
+            panel.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _heatmaps(outcome: Outcome, path: Path) -> None:
+    """One map of the quantity per variant, rows and columns as in the paper, one scale of colours for all."""
+    variants = list(dict.fromkeys(place.variant for place in outcome.places))
+    maps = [_field(outcome, ours=True, variant=variant) for variant in variants]
+    known = np.concatenate([values[np.isfinite(values)] for values in maps])
+    wide = min(3, len(maps))
+    figure, panels = _panels(-(-len(maps) // wide), wide)
+    flat = [panel for row in panels for panel in row]
+    for panel, variant, values in zip(flat, variants, maps, strict=False):
+        _map(outcome, panel, variant, values, known)
+    for panel in flat[len(maps) :]:
+        panel.set_visible(False)
+    _save(figure, path)
+
+
+def _field(outcome: Outcome, ours: bool, variant: str = "") -> Floats:
     values = np.full((len(outcome.rows), len(outcome.columns)), math.nan)
     for i, row in enumerate(outcome.rows):
         for j, column in enumerate(outcome.columns):
             if outcome.chooses:
                 label = outcome.chosen(row, column) if ours else outcome.their_choice(row, column)
                 values[i, j] = _value(label, outcome.plan["axes"]["variants"])
-            elif (place := outcome.at((row, ""), column)) is not None:
+            elif (place := outcome.at((row, variant), column)) is not None:
                 number = place.number(outcome.metric) if ours else place.theirs
                 values[i, j] = math.nan if number is None else number.mean
     return values

@@ -111,8 +111,9 @@ class ACEDState(ServerState):
     cohort: int = 0  # of those not heard again since the warm-up
     recent: deque[int] = field(default_factory=deque)  # who arrived with stamp 2, 3, ..., not yet expired
     oldest: int = 2  # the stamp of recent[0]
-    stamped: deque[tuple[int, int]] = field(default_factory=deque)  # by ticks: (stamp, client), not yet expired
-    arrived: dict[int, None] = field(default_factory=dict)  # by ticks: who arrived in this one
+    # the same by ticks, where several arrive with one stamp
+    stamped: deque[tuple[int, int]] = field(default_factory=deque)  # (stamp, client), not yet expired
+    arrived: dict[int, None] = field(default_factory=dict)  # in this tick
 
 
 @dataclass(frozen=True)
