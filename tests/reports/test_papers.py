@@ -133,6 +133,7 @@ def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: li
         ({"kind": "curves"}, ["figure-by-arrivals.png", "figure-by-ticks.png"]),
         ({"kind": "curves", "panels": ["K = 1"]}, ["figure-by-ticks.png"]),  # no such column by arrivals
         ({"kind": "heatmaps"}, ["figure.png"]),
+        ({"kind": "lines", "x": ["K"], "y": ["accuracy", "wall"]}, ["figure.png"]),
     ],
 )
 def test_variants_are_lines_of_one_picture_per_row_or_maps(

@@ -327,7 +327,7 @@ def test_ticks_hold_clients_until_everyone_was_heard() -> None:
     assert log(sim) == [
         (0, 0, 0.0, 1.0, 0, 0, ""),  # client 0 waits from 1 to 3, when version 1 is made
         (1, 0, 0.0, 3.0, 0, 0, ""),
-        (0, 1, 3.0, 4.0, 0, 0, ""),
+        (0, 1, 3.0, 4.0, 0, 1, ""),
     ]
 
 

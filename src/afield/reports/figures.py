@@ -35,8 +35,7 @@ def draw(outcome: Outcome, folder: Path) -> None:
     """Every picture of the outcome."""
     kind, paper = outcome.paper["kind"], outcome.paper
     if kind == "curves":
-        # with variants: one picture per row, one line per variant
-        split = len(outcome.rows) > 1 and any(variant for _, variant in outcome.lines)
+        split = _split(outcome)  # one picture per row, one line per variant
         for x in paper["x"]:
             name = "figure" if len(paper["x"]) == 1 else f"figure-{x}"
             for row in outcome.rows if split else [None]:
@@ -48,6 +47,11 @@ def draw(outcome: Outcome, folder: Path) -> None:
         _heatmaps(outcome, folder / "figure.png")
     else:
         _over_columns(outcome, folder / "figure.png", bars=kind == "bars")
+
+
+def _split(outcome: Outcome) -> bool:
+    """Whether rows are settings of their own, in each of which variants are compared."""
+    return len(outcome.rows) > 1 and any(variant for _, variant in outcome.lines)
 
 
 def _file(label: str) -> str:
@@ -71,7 +75,7 @@ def _legend(figure: Figure, lines: Sequence[tuple[int, tuple[str, str]]]) -> Non
     """The names of numbered lines."""
     keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i, _ in lines]
     names = [", ".join(part for part in line if part) or "ours" for _, line in lines]
-    columns = min(len(names), 4)
+    columns = max(1, min(len(names), 4, int(figure.get_figwidth() / (0.5 + 0.07 * max(map(len, names))))))
     figure.legend(keys, names, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
 
 
@@ -127,31 +131,47 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> flo
 
 
 def _over_columns(outcome: Outcome, path: Path, bars: bool) -> None:
-    """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points."""
+    """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points.
+
+    Lines with variants: one panel per row, one line per variant.
+    """
     names = [outcome.metric if y == "accuracy" else y for y in outcome.paper["y"]]
+    split = not bars and _split(outcome)
+    wanted = [[(name, row) for row in outcome.rows] for name in names]
+    if not split:
+        wanted = [[(name, "") for name in names]]
+    keys = list(dict.fromkeys(("", line[1]) if split else line for line in outcome.lines))
+    figure, panels = _panels(len(wanted), len(wanted[0]))
+    for parts, row in zip(wanted, panels, strict=True):
+        for (name, own), panel in zip(parts, row, strict=True):
+            lines = [(own, key[1]) if split else key for key in keys]
+            _lines(outcome, panel, name, lines, bars)
+            panel.set_title(own, fontsize=9, color=INK)
+    _legend(figure, list(enumerate(keys)))
+    _save(figure, path)
+
+
+def _lines(outcome: Outcome, panel: Axes, name: str, lines: Sequence[tuple[str, str]], bars: bool) -> None:
+    """One panel: a quantity over the columns."""
     columns = outcome.columns
     at = _positions(columns) if not bars else [float(i) for i in range(len(columns))]
-    figure, (row,) = _panels(1, len(names))
-    for name, panel in zip(names, row, strict=True):
-        for number, line in enumerate(outcome.lines):
-            shift, width = 0.0, 0.8 / len(outcome.lines)
-            if bars:
-                shift = (number - (len(outcome.lines) - 1) / 2) * width
-            found = [
-                (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
-            ]
-            _points(panel, name, found, number, width if bars else 0.0)
-            if name == outcome.metric:
-                told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
-                if told:
-                    panel.plot(
-                        *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
-                    )
-        panel.set_ylabel(quantity(name).title)
-        panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
-        panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
-    _legend(figure, list(enumerate(outcome.lines)))
-    _save(figure, path)
+    for number, line in enumerate(lines):
+        shift, width = 0.0, 0.8 / len(lines)
+        if bars:
+            shift = (number - (len(lines) - 1) / 2) * width
+        found = [
+            (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
+        ]
+        _points(panel, name, found, number, width if bars else 0.0)
+        if name == outcome.metric:
+            told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
+            if told:
+                panel.plot(
+                    *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
+                )
+    panel.set_ylabel(quantity(name).title)
+    panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
+    panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
 
 
 def _positions(columns: Sequence[str]) -> list[float]:
