@@ -14,12 +14,11 @@ class Strategy(Protocol):
     """The server's rule: a frozen dataclass of hyper-parameters that is its own config.
 
     Where a paper needs more, a strategy also has: `close_round(state)` (steps at the end of a round or
-    tick; gives False where the version rises without a step), `correction(state, client) -> Tensor` (added
-    to each local gradient), `refine(state, update, distiller)` (after `receive`), and the class variables
-    `pace` ("arrival", the default, "round" or "tick"), `gathers` ("buffer", the default, "newest" or
-    "running": core/statistics.py), `pooled` (trains one client that has all the data) and `client_held`
-    (clients send differences: core/held.py), and `fitted(concurrency, participation)`, which fills in what
-    its config may leave open.
+    tick), `correction(state, client) -> Tensor` (added to each local gradient), `refine(state, update,
+    distiller)` (after `receive`), and the class variables `pace` ("arrival", the default, "round" or
+    "tick"), `gathers` ("buffer", the default, "newest" or "running": core/statistics.py), `pooled`
+    (trains one client that has all the data) and `client_held` (clients send differences: core/held.py),
+    and `fitted(concurrency, participation)`, which fills in what its config may leave open.
     """
 
     @property
