@@ -199,6 +199,21 @@ class DelayAdaptive(Paper):
         self.step(self.w + eta * self.delta(a))
 
 
+class TickDelayAdaptive(DelayAdaptive):
+    """The same with delays in server iterations: the mean of the tick's scaled deltas; none: w stays."""
+
+    def start(self) -> None:
+        self.due: list[Vector] = []
+
+    def receive(self, a: Arrival) -> None:
+        tau, limit = self.staleness(a), self.threshold
+        self.due.append((1.0 if tau <= limit else limit / tau) * self.delta(a))
+
+    def close(self) -> None:
+        self.step(self.w + self.lr * np.mean(self.due, axis=0) if self.due else self.w)
+        self.due = []
+
+
 class ACE(Paper):
     """ACE, algorithm 1 (direct aggregation): U_j <- g_j; w <- w + lr mean_i U_i.
 
@@ -256,6 +271,31 @@ class ACED(Paper):
         return [i for i in range(self.N) if self.t - self.stamps[i] <= self.max_delay]
 
 
+class TickACED(ACED):
+    """The same with delays in server iterations: all that is due at t, then lines 5 to 9 once."""
+
+    def start(self) -> None:
+        super().start()
+        self.due: set[int] = set()
+
+    def receive(self, a: Arrival) -> None:
+        self.U[a.client] = self.delta(a)
+        self.due.add(a.client)
+
+    def close(self) -> None:
+        if self.t == 0:
+            if len(self.U) == self.N:
+                self.stamps = dict.fromkeys(self.U, 1)
+                self.step(self.w + self.lr * sum(self.U.values()) / self.N)
+                self.due = set()
+            return
+        active = self.active()
+        self.alone += not active
+        self.step(self.w + self.lr * sum(self.U[i] for i in active) / len(active) if active else self.w)
+        self.stamps.update(dict.fromkeys(self.due, self.t))
+        self.due = set()
+
+
 class SGD(Paper):
     """FedAsync's algorithm 3: one worker has all the data; its model is the model."""
 
@@ -269,6 +309,7 @@ class SGD(Paper):
 class Buffered(Paper):
     size = 5
     lr = 1.0
+    tick = False  # the version rises at every tick; one that ends with `size` updates or more makes a step
 
     def start(self) -> None:
         self.buffer: list[Arrival] = []
@@ -280,10 +321,18 @@ class Buffered(Paper):
     def receive(self, a: Arrival) -> None:
         self.buffer.append(a)
         self.arrived(a)
-        if len(self.buffer) == self.size:
+        if len(self.buffer) == self.size and not self.tick:
             w = self.flush()
             self.buffer = []
             self.step(w)
+
+    def close(self) -> None:
+        if len(self.buffer) < self.size:
+            self.step(self.w)
+            return
+        w = self.flush()
+        self.buffer = []
+        self.step(w)
 
     def arrived(self, a: Arrival) -> None:
         """What happens at once."""
@@ -293,7 +342,7 @@ class Buffered(Paper):
 
 
 class FedBuff(Buffered):
-    """Nguyen et al. 2022: w + eta_g sum s(tau) delta / M. `divide`: by "size", by the "weights", or not ("none")."""
+    """Nguyen et al. 2022: w + eta_g sum s(tau) delta / M. `divide`: by "size", "count", "weights", or "none"."""
 
     s: Callable[[int], float] = staticmethod(STALENESS["constant"])
     divide = "size"
@@ -301,7 +350,8 @@ class FedBuff(Buffered):
     def flush(self) -> Vector:
         weights = [self.s(self.staleness(a)) for a in self.buffer]
         total = sum(s * self.delta(a) for s, a in zip(weights, self.buffer, strict=True))
-        return self.w + self.lr * total / {"size": self.size, "weights": sum(weights), "none": 1}[self.divide]
+        by = {"size": self.size, "count": len(self.buffer), "weights": sum(weights), "none": 1}[self.divide]
+        return self.w + self.lr * total / by
 
 
 class CA2FL(Buffered):

@@ -306,6 +306,27 @@ def test_asgd_in_ticks_moves_them_at_the_tick() -> None:
     assert door.close() == pytest.approx([8.2, 17])
 
 
+def test_a_tick_that_fills_no_buffer_leaves_them() -> None:
+    door = Door(FedBuff(size=3, per="tick"))
+    assert door.send(0, 1, 2) == [10, 20]
+    assert door.close() == [10, 20]
+    assert door.send(1, 2, 3) == [10, 20]
+    assert door.send(2, 6, 1) == [10, 20]
+    assert door.close() == pytest.approx([3, 2])  # the mean of all three
+    assert door.server.version == 2
+
+
+def test_clients_that_lapse_at_a_tick_count_no_longer() -> None:
+    door = Door(ACED(max_delay=1, per="tick"))
+    for client, value in enumerate((1, 2, 6)):
+        door.send(client, value, value)
+    assert door.close() == pytest.approx([3, 3])  # version 1: everyone's stamp
+    assert door.close() == pytest.approx([3, 3])
+    door.send(0, 4, 4)
+    assert door.close() == pytest.approx([4, 4])  # version 2: 4 = (4 + 2 + 6) / 3
+    assert door.close() == pytest.approx([4, 4])  # version 3: of client 0 alone
+
+
 def test_rules_that_mix_models_mix_statistics_with_them() -> None:
     """`whole`: no gathering at all, the same convex combination as for the parameters."""
     door = Door(FedAsync(alpha=0.5))

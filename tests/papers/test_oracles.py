@@ -216,6 +216,21 @@ def test_per_round(name: str, chances: tuple[float, ...]) -> None:
     ("strategy", "paper"),
     [
         (strategies.ASGD(lr=0.5, per="tick"), partial(oracles.TickASGD, lr=0.5)),
+        (
+            strategies.DelayAdaptiveASGD(lr=0.5, threshold=3, per="tick"),
+            partial(oracles.TickDelayAdaptive, lr=0.5, threshold=3),
+        ),
+        (
+            strategies.FedBuff(size=4, lr=0.5, per="tick"),
+            partial(oracles.FedBuff, size=4, lr=0.5, tick=True, divide="count"),
+        ),
+        (strategies.CA2FL(size=4, lr=0.5, per="tick"), partial(oracles.CA2FL, size=4, lr=0.5, tick=True)),
+        (strategies.ACED(lr=0.3, max_delay=0, per="tick"), partial(oracles.TickACED, lr=0.3, max_delay=0)),
+        (strategies.ACED(lr=0.3, max_delay=4, per="tick"), partial(oracles.TickACED, lr=0.3, max_delay=4)),
+        (
+            strategies.ACED(lr=0.3, max_delay=math.inf, per="tick"),
+            partial(oracles.ACE, lr=0.3, tick=True),
+        ),
         (strategies.ACE(lr=0.3, per="tick"), partial(oracles.ACE, lr=0.3, tick=True)),
         (
             strategies.ACE(lr=0.3, per="tick", warmup="zeros"),

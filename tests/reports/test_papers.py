@@ -111,6 +111,8 @@ def test_variants_are_ranked_within_each_row_and_column(tmp_path: Path) -> None:
         ({"kind": "lines", "x": ["alpha"], "y": ["accuracy", "wall"]}, ["figure.png"]),
         ({"kind": "bars"}, ["figure.png"]),
         ({"kind": "heatmap"}, ["figure.png"]),
+        ({"kind": "heatmaps"}, ["figure.png"]),
+        ({"kind": "curves", "panels": ["0.5"]}, ["figure.png"]),
     ],
 )  # fmt: skip
 def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: list[str]) -> None:
@@ -123,6 +125,25 @@ def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: li
     assert "| a | 55.00 ± 7.07 | 55.00 ± 1.00 | 55.00 ± 7.07 | 60.00 |" in text
     assert "Device: GPU; wall time of all runs: 90 s" in text  # six runs of 30 s, two at a time
     assert "3 of 4 cells have all of the seeds 0, 1" in text
+
+
+@pytest.mark.parametrize(
+    ("paper", "pictures"),
+    [
+        ({"kind": "curves"}, ["figure-by-arrivals.png", "figure-by-ticks.png"]),
+        ({"kind": "curves", "panels": ["K = 1"]}, ["figure-by-ticks.png"]),  # no such column by arrivals
+        ({"kind": "heatmaps"}, ["figure.png"]),
+        ({"kind": "lines", "x": ["K"], "y": ["accuracy", "wall"]}, ["figure.png"]),
+    ],
+)
+def test_variants_are_lines_of_one_picture_per_row_or_maps(
+    tmp_path: Path, paper: dict[str, Any], pictures: list[str]
+) -> None:
+    both = [("by ticks", "K = 1"), ("by ticks", "K = 5"), ("by arrivals", "K = 5")]
+    numbers = {(*place, method): [0.5, 0.6] for place in both for method in ("a", "b", "c", "d")}
+    folder = made(tmp_path, numbers, **paper)
+    papers.write(folder)
+    assert sorted(path.name for path in folder.glob("*.png")) == pictures
 
 
 def test_a_figure_without_numbers_says_so(tmp_path: Path) -> None:

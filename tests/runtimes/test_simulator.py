@@ -321,6 +321,16 @@ def test_ticks_receive_all_that_is_due_then_step_once() -> None:
     assert sim.server.state.params.tolist() == [4.0, 4.0]  # every tick's mean delta is 1
 
 
+def test_ticks_hold_clients_until_everyone_was_heard() -> None:
+    strategy = ACE(per="tick")
+    sim = simulator(strategy, [[1.0], [3.0]], scheduler=Ticks(), stop=Stop(versions=2))
+    assert log(sim) == [
+        (0, 0, 0.0, 1.0, 0, 0, ""),  # client 0 waits from 1 to 3, when version 1 is made
+        (1, 0, 0.0, 3.0, 0, 0, ""),
+        (0, 1, 3.0, 4.0, 0, 1, ""),
+    ]
+
+
 def test_sampled_staleness_draws_client_and_version_by_version() -> None:
     scheduler = SampledStaleness(max=3)
     sim = simulator(FedAsync(), [[9.9]] * 5, scheduler=scheduler, stop=Stop(versions=40))

@@ -145,10 +145,13 @@ class Server:
     def close_round(self) -> int:
         """End a round or tick of a strategy that steps then; gives the new version."""
         closing: Any = self.strategy
-        before = self.version
-        closing.close_round(self.state)
-        if self.version > before and self.state.gathering is not None and self.state.statistics is not None:
-            self.state.gathering.step(self.state.statistics)
+        before, state = self.version, self.state
+        state.lapsed.clear()
+        stepped = closing.close_round(state) is not False  # False: a tick that filled no buffer
+        if self.version > before and state.gathering is not None and state.statistics is not None:
+            state.gathering.lapse(state.lapsed)
+            if stepped:
+                state.gathering.step(state.statistics)
         return self.version
 
     def cancel(self, task: Task) -> None:

@@ -16,7 +16,7 @@ from afield.experiments.folder import slug
 
 AXES = ("rows", "columns", "variants")
 SCALES = ("smoke", "small", "paper")
-KINDS = ("table", "curves", "lines", "bars", "heatmap")
+KINDS = ("table", "curves", "lines", "bars", "heatmap", "heatmaps")
 OWN = ("name", "paper", "theirs", "scales", "grid", "seeds", "sweep", *AXES)  # the rest is the experiment
 
 
@@ -33,6 +33,7 @@ class Paper:
     x: tuple[str, ...] = ("versions",)  # curves: one picture per axis; lines: what the columns are
     y: tuple[str, ...] = ("accuracy",)  # one row of panels each
     hidden: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # curves: rows left out, by axis
+    panels: tuple[str, ...] = ()  # curves: the columns that are drawn (none: all)
     extras: tuple[str, ...] = ()  # more quantities for the table of all measurements
     open: tuple[str, ...] = ()  # what the paper leaves open, and what was chosen
     notes: tuple[str, ...] = ()

@@ -35,13 +35,28 @@ def draw(outcome: Outcome, folder: Path) -> None:
     """Every picture of the outcome."""
     kind, paper = outcome.paper["kind"], outcome.paper
     if kind == "curves":
+        split = _split(outcome)  # one picture per row, one line per variant
         for x in paper["x"]:
-            name = "figure.png" if len(paper["x"]) == 1 else f"figure-{x}.png"
-            _curves(outcome, x, folder / name)
+            name = "figure" if len(paper["x"]) == 1 else f"figure-{x}"
+            for row in outcome.rows if split else [None]:
+                own = name if row is None else f"{name}-{_file(row)}"
+                _curves(outcome, x, folder / f"{own}.png", row)
     elif kind == "heatmap":
         _heatmap(outcome, folder / "figure.png")
+    elif kind == "heatmaps":
+        _heatmaps(outcome, folder / "figure.png")
     else:
         _over_columns(outcome, folder / "figure.png", bars=kind == "bars")
+
+
+def _split(outcome: Outcome) -> bool:
+    """Whether rows are settings of their own, in each of which variants are compared."""
+    return len(outcome.rows) > 1 and any(variant for _, variant in outcome.lines)
+
+
+def _file(label: str) -> str:
+    """A label as part of a file's name."""
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in label).split())
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
@@ -60,20 +75,24 @@ def _legend(figure: Figure, lines: Sequence[tuple[int, tuple[str, str]]]) -> Non
     """The names of numbered lines."""
     keys = [Line2D([], [], color=_colour(i), linestyle=_dash(i), linewidth=1.6) for i, _ in lines]
     names = [", ".join(part for part in line if part) or "ours" for _, line in lines]
-    columns = min(len(names), 4)
+    columns = max(1, min(len(names), 4, int(figure.get_figwidth() / (0.5 + 0.07 * max(map(len, names))))))
     figure.legend(keys, names, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
 
 
 # -- curves -------------------------------------------------------------------------------------------
 
 
-def _curves(outcome: Outcome, x: str, path: Path) -> None:
+def _curves(outcome: Outcome, x: str, path: Path, only: str | None = None) -> None:
     """One panel per column (and per y), one line per row: mean and standard deviation over seeds."""
     if x not in X:
         raise LoadError(f"x = {x!r} is no axis: choose from {', '.join(X)}")
-    measures, columns = outcome.paper["y"], outcome.columns
+    measures, drawn = outcome.paper["y"], outcome.paper.get("panels") or outcome.columns
     hidden = outcome.paper["hidden"].get(x, ())
-    lines = [(number, line) for number, line in enumerate(outcome.lines) if line[0] not in hidden]
+    own = [line for line in outcome.lines if only in (None, line[0])]
+    lines = [(number, line) for number, line in enumerate(own) if line[0] not in hidden]
+    columns = [c for c in outcome.columns if c in drawn and any(outcome.at(line, c) for _, line in lines)]
+    if not columns:
+        return
     figure, panels = _panels(len(measures), len(columns))
     for y, row in zip(measures, panels, strict=True):
         for column, panel in zip(columns, row, strict=True):
@@ -85,7 +104,7 @@ def _curves(outcome: Outcome, x: str, path: Path) -> None:
             panel.set_xlabel(X[x][2])
             panel.set_ylabel(Y.get(y, y))
             panel.set_title(column, fontsize=9, color=INK)
-    _legend(figure, lines)
+    _legend(figure, lines if only is None else [(number, ("", line[1])) for number, line in lines])
     _save(figure, path)
 
 
@@ -112,31 +131,47 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> flo
 
 
 def _over_columns(outcome: Outcome, path: Path, bars: bool) -> None:
-    """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points."""
+    """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points.
+
+    Lines with variants: one panel per row, one line per variant.
+    """
     names = [outcome.metric if y == "accuracy" else y for y in outcome.paper["y"]]
+    split = not bars and _split(outcome)
+    wanted = [[(name, row) for row in outcome.rows] for name in names]
+    if not split:
+        wanted = [[(name, "") for name in names]]
+    keys = list(dict.fromkeys(("", line[1]) if split else line for line in outcome.lines))
+    figure, panels = _panels(len(wanted), len(wanted[0]))
+    for parts, row in zip(wanted, panels, strict=True):
+        for (name, own), panel in zip(parts, row, strict=True):
+            lines = [(own, key[1]) if split else key for key in keys]
+            _lines(outcome, panel, name, lines, bars)
+            panel.set_title(own, fontsize=9, color=INK)
+    _legend(figure, list(enumerate(keys)))
+    _save(figure, path)
+
+
+def _lines(outcome: Outcome, panel: Axes, name: str, lines: Sequence[tuple[str, str]], bars: bool) -> None:
+    """One panel: a quantity over the columns."""
     columns = outcome.columns
     at = _positions(columns) if not bars else [float(i) for i in range(len(columns))]
-    figure, (row,) = _panels(1, len(names))
-    for name, panel in zip(names, row, strict=True):
-        for number, line in enumerate(outcome.lines):
-            shift, width = 0.0, 0.8 / len(outcome.lines)
-            if bars:
-                shift = (number - (len(outcome.lines) - 1) / 2) * width
-            found = [
-                (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
-            ]
-            _points(panel, name, found, number, width if bars else 0.0)
-            if name == outcome.metric:
-                told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
-                if told:
-                    panel.plot(
-                        *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
-                    )
-        panel.set_ylabel(quantity(name).title)
-        panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
-        panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
-    _legend(figure, list(enumerate(outcome.lines)))
-    _save(figure, path)
+    for number, line in enumerate(lines):
+        shift, width = 0.0, 0.8 / len(lines)
+        if bars:
+            shift = (number - (len(lines) - 1) / 2) * width
+        found = [
+            (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
+        ]
+        _points(panel, name, found, number, width if bars else 0.0)
+        if name == outcome.metric:
+            told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
+            if told:
+                panel.plot(
+                    *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
+                )
+    panel.set_ylabel(quantity(name).title)
+    panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
+    panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
 
 
 def _positions(columns: Sequence[str]) -> list[float]:
@@ -170,31 +205,49 @@ def _heatmap(outcome: Outcome, path: Path) -> None:
     ours, theirs = _field(outcome, ours=True), _field(outcome, ours=False)
     fields = [("ours", ours)] + ([("paper", theirs)] if np.isfinite(theirs).any() else [])
     known = np.concatenate([values[np.isfinite(values)] for _, values in fields])
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     figure, (row,) = _panels(1, len(fields))
     for (title, values), panel in zip(fields, row, strict=True):
-        panel.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
-        panel.grid(False)
-        panel.set_title(title, fontsize=9, color=INK)
-        panel.set_xticks(range(len(outcome.columns)), outcome.columns)
-        panel.set_yticks(range(len(outcome.rows)), outcome.rows)
-        for (i, j), value in np.ndenumerate(values):
-            if math.isfinite(value):
-                dark = value < (low + high) / 2
-                panel.text(
-                    j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-                )
+        _map(outcome, panel, title, values, known)
     _save(figure, path)
 
 
-def _field(outcome: Outcome, ours: bool) -> Floats:
+def _map(outcome: Outcome, panel: Axes, title: str, values: Floats, known: Floats) -> None:
+    """One map; `known`: all values that share its colours."""
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    panel.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
+    panel.grid(False)
+    panel.set_title(title, fontsize=9, color=INK)
+    panel.set_xticks(range(len(outcome.columns)), outcome.columns)
+    panel.set_yticks(range(len(outcome.rows)), outcome.rows)
+    for (i, j), value in np.ndenumerate(values):
+        if math.isfinite(value):
+            colour = "w" if value < (low + high) / 2 else "k"
+            panel.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _heatmaps(outcome: Outcome, path: Path) -> None:
+    """One map of the quantity per variant, rows and columns as in the paper, one scale of colours for all."""
+    variants = list(dict.fromkeys(place.variant for place in outcome.places))
+    maps = [_field(outcome, ours=True, variant=variant) for variant in variants]
+    known = np.concatenate([values[np.isfinite(values)] for values in maps])
+    wide = min(3, len(maps))
+    figure, panels = _panels(-(-len(maps) // wide), wide)
+    flat = [panel for row in panels for panel in row]
+    for panel, variant, values in zip(flat, variants, maps, strict=False):
+        _map(outcome, panel, variant, values, known)
+    for panel in flat[len(maps) :]:
+        panel.set_visible(False)
+    _save(figure, path)
+
+
+def _field(outcome: Outcome, ours: bool, variant: str = "") -> Floats:
     values = np.full((len(outcome.rows), len(outcome.columns)), math.nan)
     for i, row in enumerate(outcome.rows):
         for j, column in enumerate(outcome.columns):
             if outcome.chooses:
                 label = outcome.chosen(row, column) if ours else outcome.their_choice(row, column)
                 values[i, j] = _value(label, outcome.plan["axes"]["variants"])
-            elif (place := outcome.at((row, ""), column)) is not None:
+            elif (place := outcome.at((row, variant), column)) is not None:
                 number = place.number(outcome.metric) if ours else place.theirs
                 values[i, j] = math.nan if number is None else number.mean
     return values

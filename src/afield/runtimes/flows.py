@@ -57,18 +57,27 @@ class FreeFlow(Picked):
 class TickFlow(Picked):
     """Delays in whole server iterations: every due update is received, then one step, then new tasks."""
 
+    waiting: list[int] = field(default_factory=list)  # told to hold until the version rises
+
     def begin(self, sim: Simulator) -> None:
         Picked.begin(self, sim)
         sim.push(1.0, THEN, CLOSE, 1)
 
     def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
-        self.dispatcher.ready(client)  # starts after this tick's step
+        if hold and self.dispatcher.holds:
+            self.waiting.append(client)
+        else:
+            self.dispatcher.ready(client)  # starts after this tick's step
 
     def woke(self, sim: Simulator, client: int) -> None:
         self.dispatcher.ready(client)
 
     def closed(self, sim: Simulator, mark: int) -> None:
-        sim.server.close_round()
+        before = sim.server.version
+        if sim.server.close_round() > before:
+            for client in self.waiting:
+                self.dispatcher.ready(client)
+            self.waiting.clear()
         self.fill(sim)
         if sim.lively():
             sim.push(mark + 1.0, THEN, CLOSE, mark + 1)

@@ -136,7 +136,10 @@ class SampledStaleness:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Delays counted in server iterations: every due update is received, then one step (`per = "tick"`)."""
+    """Delays counted in server iterations: every due update is received, then one step (`per = "tick"`).
+
+    Without a `limit` everyone is always busy, and who is told to hold waits for the next version (as in `all`).
+    """
 
     limit: int | None = None
 
@@ -148,7 +151,7 @@ class Ticks:
         return clients if self.limit is None else min(self.limit, clients)
 
     def bind(self, scene: Scene) -> Lottery | Queue:
-        return Queue(scene.seed) if self.limit is None else Lottery(scene.seed, self.limit)
+        return Queue(scene.seed, holds=True) if self.limit is None else Lottery(scene.seed, self.limit)
 
 
 @dataclass(frozen=True)

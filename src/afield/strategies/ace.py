@@ -112,6 +112,9 @@ class ACEDState(ServerState):
     cohort: int = 0  # of those not heard again since the warm-up
     recent: deque[int] = field(default_factory=deque)  # who arrived with stamp 2, 3, ..., not yet expired
     oldest: int = 2  # the stamp of recent[0]
+    # the same by ticks, where several arrive with one stamp
+    stamped: deque[tuple[int, int]] = field(default_factory=deque)  # (stamp, client), not yet expired
+    arrived: dict[int, None] = field(default_factory=dict)  # in this tick
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,14 @@ class ACED:
     is 1 at first and the new version after each of its arrivals, so a client that was out counts again from
     the step after its arrival. With nobody active the version rises and w stays. One client expires per
     version at the most (a queue), except those never heard again after the warm-up: one vector holds their
-    sum.
+    sum. `per = "tick"`: one step per tick, after all its arrivals, so that `max_delay` counts ticks; a row then
+    leaves the sum by itself, at most once per arrival.
     """
 
     lr: float = 1.0
     max_delay: float = 10
     precision: str = "float32"
+    per: str = "arrival"
     uses_base: ClassVar[bool] = True
     linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
@@ -137,12 +142,17 @@ class ACED:
         within("lr", self.lr, 0, math.inf, above=True)
         within("max_delay", self.max_delay, 0, math.inf)
         one_of("precision", self.precision, PRECISIONS)
+        one_of("per", self.per, ("arrival", "tick"))
+
+    @property
+    def pace(self) -> str:
+        return self.per
 
     def init(self, params: Tensor, clients: int) -> ACEDState:
         return ACEDState(
             params=params,
             total=torch.zeros_like(params, dtype=torch.float64),
-            first=torch.zeros_like(params, dtype=torch.float64),
+            first=torch.zeros_like(params if self.per == "arrival" else params[:0], dtype=torch.float64),
             table=ClientTable.like(params, clients, self.precision),
             stamps=torch.zeros(clients, dtype=torch.int64),
         )
@@ -150,6 +160,8 @@ class ACED:
     def receive(self, state: ACEDState, update: Update) -> Receipt:
         if state.version == 0:
             return self._warm_up(state, update)
+        if self.per == "tick":
+            return self._due(state, update)
         gone = self._expire(state)
         client = update.task.client
         staleness = state.version - update.task.version
@@ -184,13 +196,14 @@ class ACED:
             state.total[part].sub_(wide(old)).add_(wide(write()))
         state.count += int(state.stamps[update.task.client]) == 0
         state.stamps[update.task.client] = 1
-        if stepped := state.count == len(state.table):
+        full = state.count == len(state.table)
+        if stepped := full and self.per == "arrival":
             advance(state.params, state.total, self.lr / state.count)
             state.first.copy_(state.total)
             state.cohort = state.count
             state.version = 1
         weight = self.lr / len(state.table)
-        return Receipt.of(update, 0, weight, stepped, state.version, hold=not stepped)
+        return Receipt.of(update, 0, weight, stepped, state.version, hold=not full)
 
     def _expire(self, state: ACEDState) -> int | None:
         """Let those expire who passed the bound at this version; gives the client whose row is yet to be taken out.
@@ -216,3 +229,56 @@ class ACED:
         state.count -= 1
         state.lapsed.append(client)
         return client
+
+    # -- one step per tick ------------------------------------------------------------------------------------
+
+    def _due(self, state: ACEDState, update: Update) -> Receipt:
+        """An arrival of a tick: the row of who is out enters the sum after the step."""
+        self._expire_all(state)
+        client = update.task.client
+        active = state.version - int(state.stamps[client]) <= self.max_delay
+        wide = Wide(state.total, state.params)
+        for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            if active:
+                state.total[part].sub_(wide(old)).add_(wide(write()))
+            else:
+                write()
+        state.arrived[client] = None
+        staleness = state.version - update.task.version
+        return Receipt.of(update, staleness, self.lr / len(state.table), False, state.version)
+
+    def close_round(self, state: ACEDState) -> None:
+        """The end of a tick: a step even if nobody arrived, as long as everyone was heard."""
+        if state.version == 0:
+            if state.count == len(state.table):
+                advance(state.params, state.total, self.lr / state.count)
+                state.version = 1
+                state.stamped.extend((1, client) for client in range(state.count))
+            return
+        self._expire_all(state)
+        if state.count:
+            advance(state.params, state.total, self.lr / state.count)
+        for client in state.arrived:
+            if state.version - int(state.stamps[client]) > self.max_delay:
+                self._fold(state, client, 1)
+        state.version += 1
+        for client in state.arrived:
+            state.stamps[client] = state.version
+            state.stamped.append((state.version, client))
+        state.arrived.clear()
+
+    def _expire_all(self, state: ACEDState) -> None:
+        """Take out the rows of those who passed the bound at this version."""
+        while state.stamped and state.version - state.stamped[0][0] > self.max_delay:
+            stamp, client = state.stamped.popleft()
+            if int(state.stamps[client]) == stamp:  # else heard again since
+                self._fold(state, client, -1)
+                state.lapsed.append(client)
+
+    def _fold(self, state: ACEDState, client: int, sign: int) -> None:
+        """Add a row to the sum, or take it out."""
+        wide = Wide(state.total, state.params)
+        for part in chunks(state.total):
+            row = state.table.stored(client, part, state.params.dtype)
+            state.total[part].add_(wide(row), alpha=sign)
+        state.count += sign

@@ -27,6 +27,18 @@ def _add_delta(vector: Tensor, update: Update, weight: float) -> None:
         vector[part].add_(update.model[part], alpha=weight).sub_(update.base[part], alpha=weight)
 
 
+def _tick_state(params: Tensor, per: str) -> TickState:
+    return TickState(params=params, total=torch.zeros_like(params if per == "tick" else params[:0]))
+
+
+def _end_tick(state: TickState, scale: float) -> None:
+    if state.held:
+        state.params.add_(state.total, alpha=scale / state.held)
+        state.total.zero_()
+        state.held = 0
+    state.version += 1
+
+
 @dataclass(frozen=True)
 class ASGD:
     """Applies each delta as it arrives.
@@ -51,7 +63,7 @@ class ASGD:
         return self.per
 
     def init(self, params: Tensor, clients: int) -> TickState:
-        return TickState(params=params, total=torch.zeros_like(params if self.per == "tick" else params[:0]))
+        return _tick_state(params, self.per)
 
     def receive(self, state: TickState, update: Update) -> Receipt:
         staleness = state.version - update.task.version
@@ -64,11 +76,7 @@ class ASGD:
         return Receipt.of(update, staleness, self.lr, True, state.version)
 
     def close_round(self, state: TickState) -> None:
-        if state.held:
-            state.params.add_(state.total, alpha=self.lr / state.held)
-            state.total.zero_()
-            state.held = 0
-        state.version += 1
+        _end_tick(state, self.lr)
 
 
 @dataclass(frozen=True)
@@ -78,11 +86,13 @@ class DelayAdaptiveASGD:
     Koloskova et al. 2022, eq. 11: factor 1 up to the threshold (their tau_C, the concurrency: filled in from
     the scheduler where left out); above it `scale`: threshold / staleness (as in the code of Mishchenko et al.
     and of ACE; may exceed the bound of ACE's algorithm a.4, line 9), `inverse`: 1 / staleness, `drop`: 0.
+    `per = "tick"`: one step per tick by the mean of its arrivals' scaled deltas.
     """
 
     lr: float = 1.0
     threshold: float | None = None
     rule: str = "scale"
+    per: str = "arrival"
     uses_base: ClassVar[bool] = True
     linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
@@ -91,25 +101,37 @@ class DelayAdaptiveASGD:
     def __post_init__(self) -> None:
         within("lr", self.lr, 0, math.inf, above=True)
         one_of("rule", self.rule, ("scale", "inverse", "drop"))
+        one_of("per", self.per, ("arrival", "tick"))
         if self.threshold is not None:
             within("threshold", self.threshold, 0, math.inf, above=True)
+
+    @property
+    def pace(self) -> str:
+        return self.per
 
     def fitted(self, concurrency: int, participation: Sequence[float] | None) -> DelayAdaptiveASGD:
         return self if self.threshold is not None else replace(self, threshold=float(concurrency))
 
-    def init(self, params: Tensor, clients: int) -> ServerState:
+    def init(self, params: Tensor, clients: int) -> TickState:
         if self.threshold is None:
             raise InputError(
                 "threshold is not set: give one (the number of clients that train at a time is usual)"
             )
-        return ServerState(params=params)
+        return _tick_state(params, self.per)
 
-    def receive(self, state: ServerState, update: Update) -> Receipt:
+    def receive(self, state: TickState, update: Update) -> Receipt:
         staleness = state.version - update.task.version
         weight = self.lr * self.factor(staleness)
+        if self.per == "tick":
+            _add_delta(state.total, update, weight)
+            state.held += 1
+            return Receipt.of(update, staleness, weight, False, state.version)
         _add_delta(state.params, update, weight)
         state.version += 1
         return Receipt.of(update, staleness, weight, True, state.version)
+
+    def close_round(self, state: TickState) -> None:
+        _end_tick(state, 1.0)
 
     def factor(self, staleness: int) -> float:
         if self.threshold is None or staleness <= self.threshold:

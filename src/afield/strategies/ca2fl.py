@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from afield.core.errors import one_of, within
-from afield.core.table import PRECISIONS, ClientTable, Wide
+from afield.core.table import PRECISIONS, ClientTable, Wide, chunks
 from afield.core.types import Receipt, ServerState, Update
 
 
@@ -19,7 +19,8 @@ class CA2FLState(ServerState):
     table: ClientTable
     mean: Tensor  # mean cache at the start of this buffer (float64)
     total: Tensor  # sum of (delta - old cache) over the buffer (float64)
-    buffers: Tensor  # the last version in whose buffer a client was: counts distinct clients
+    buffers: Tensor  # the last buffer in which a client was: counts distinct clients
+    flushes: int = 0  # buffers so far
     held: int = 0
     distinct: int = 0
 
@@ -31,11 +32,13 @@ class CA2FL:
     Wang et al. 2024: w <- w + lr (mean cache at buffer start + sum(delta - old cache) / distinct clients).
     The cache is replaced at once, so a client that comes twice in one buffer counts once, with its newest
     update; differs from ACE's algorithm a.3, line 5, only there. Unheard clients have a cache of zeros.
+    `per = "tick"`: the version rises at every tick, and one that ends with `size` updates or more makes a step.
     """
 
     size: int = 10
     lr: float = 1.0
     precision: str = "float32"
+    per: str = "arrival"
     uses_base: ClassVar[bool] = True
     linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
@@ -45,6 +48,11 @@ class CA2FL:
         within("size", self.size, 1, math.inf)
         within("lr", self.lr, 0, math.inf, above=True)
         one_of("precision", self.precision, PRECISIONS)
+        one_of("per", self.per, ("arrival", "tick"))
+
+    @property
+    def pace(self) -> str:
+        return self.per
 
     def init(self, params: Tensor, clients: int) -> CA2FLState:
         return CA2FLState(
@@ -58,20 +66,39 @@ class CA2FL:
     def receive(self, state: CA2FLState, update: Update) -> Receipt:
         client = update.task.client
         staleness = state.version - update.task.version
-        if int(state.buffers[client]) != state.version:
-            state.buffers[client] = state.version
+        if int(state.buffers[client]) != state.flushes:
+            state.buffers[client] = state.flushes
             state.distinct += 1
         state.held += 1
-        stepped = state.held == self.size
+        stepped = state.held == self.size and self.per == "arrival"
         wide = Wide(state.total, state.params)
         for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
-            total = state.total[part].sub_(wide(old)).add_(wide(write()))
+            state.total[part].sub_(wide(old)).add_(wide(write()))
             if stepped:
-                wide.add(state.params[part], state.mean[part], self.lr)
-                wide.add(state.params[part], total, self.lr / state.distinct)
-                state.mean[part].add_(total, alpha=1.0 / len(state.table))
-                total.zero_()
+                self._flush(state, part, wide)
         if stepped:
-            state.held = state.distinct = 0
+            self._empty(state)
             state.version += 1
         return Receipt.of(update, staleness, 1.0, stepped, state.version)
+
+    def close_round(self, state: CA2FLState) -> bool:
+        """The end of a tick; whether it made a step."""
+        if full := state.held >= self.size:
+            wide = Wide(state.total, state.params)
+            for part in chunks(state.total):
+                self._flush(state, part, wide)
+            self._empty(state)
+        state.version += 1
+        return full
+
+    def _flush(self, state: CA2FLState, part: slice, wide: Wide) -> None:
+        """A chunk of a step."""
+        total = state.total[part]
+        wide.add(state.params[part], state.mean[part], self.lr)
+        wide.add(state.params[part], total, self.lr / state.distinct)
+        state.mean[part].add_(total, alpha=1.0 / len(state.table))
+        total.zero_()
+
+    def _empty(self, state: CA2FLState) -> None:
+        state.held = state.distinct = 0
+        state.flushes += 1
