@@ -125,6 +125,14 @@ def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: li
     assert "3 of 4 cells have all of the seeds 0, 1" in text
 
 
+def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path: Path) -> None:
+    folder = made(tmp_path, {("a", "x", ""): [0.5], ("a", "y", ""): [0.6]}, {"a": ["40 to 60", []]})
+    papers.write(folder)
+    text = (folder / "result.md").read_text()
+    assert "| a | 50.00 | 40 to 60 | 60.00 | - |" in text
+    assert "ranking" not in text
+
+
 def test_a_figure_without_numbers_says_so(tmp_path: Path) -> None:
     folder = made(tmp_path, {("a", "", ""): [0.5]}, kind="curves")
     papers.write(folder)

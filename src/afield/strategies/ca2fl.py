@@ -31,19 +31,22 @@ class CA2FL:
     Wang et al. 2024: w <- w + lr (mean cache at buffer start + sum(delta - old cache) / distinct clients).
     The cache is replaced at once, so a client that comes twice in one buffer counts once, with its newest
     update; differs from ACE's algorithm a.3, line 5, only there. Unheard clients have a cache of zeros.
+    `gathers`: whose normalisation statistics count at a step, every client's newest or those of the "buffer" alone,
+    as in the code of the authors' next paper (FADAS).
     """
 
     size: int = 10
     lr: float = 1.0
     precision: str = "float32"
+    gathers: str = "newest"
     uses_base: ClassVar[bool] = True
     whole: ClassVar[bool] = False
-    gathers: ClassVar[str] = "newest"
 
     def __post_init__(self) -> None:
         within("size", self.size, 1, math.inf)
         within("lr", self.lr, 0, math.inf, above=True)
         one_of("precision", self.precision, PRECISIONS)
+        one_of("gathers", self.gathers, ("newest", "buffer"))
 
     def init(self, params: Tensor, clients: int) -> CA2FLState:
         return CA2FLState(
