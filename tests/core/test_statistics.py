@@ -226,6 +226,16 @@ def test_ca2fl_takes_the_newest_of_all_at_its_step() -> None:
     assert door.send(2, 9, 11) == [7, 9]
 
 
+def test_ca2fl_takes_its_buffer_alone_where_told_so() -> None:
+    door = Door(CA2FL(size=2, gathers="buffer"))
+    assert door.send(0, 1, 3) == [10, 20]
+    assert door.send(0, 5, 7) == [3, 5]
+    assert door.send(1, 7, 9) == [3, 5]
+    assert door.send(2, 9, 11) == [8, 10]
+    with pytest.raises(InputError, match="gathers"):
+        CA2FL(gathers="running")
+
+
 def test_ace_waits_for_everyone() -> None:
     door = Door(ACE())
     assert door.send(0, 1, 3) == [10, 20]

@@ -13,6 +13,7 @@ from afield.core.table import ClientTable
 from afield.core.types import ServerState
 from afield.experiments.costs import size_of
 from afield.reports.load import load
+from afield.reports.quantities import quantity
 
 WEIGHTS = 650  # of a linear model of 64 inputs and 10 classes
 
@@ -50,7 +51,11 @@ def test_distillations_are_timed(tmp_path: Path) -> None:
     changes = {"samples": 20, "batch": 10}
     found = summary(tmp_path / "a", "fedecho", strategy=changes)
     assert found["distillations"] == found["versions"] == 20 // 3
-    assert 0 < found["distil_wall"] < found["wall"]
+    assert found["inferences"] == found["updates"] == 20
+    assert 0 < found["distil_wall"] < found["distil_wall"] + found["infer_wall"] < found["wall"]
+    run = load(tmp_path / "a")
+    assert quantity("distillation").read(run) == found["distil_wall"] / 6
+    assert quantity("inference").read(run) == found["infer_wall"] / 20
     assert "distillations" not in summary(tmp_path / "b", "fedbuff")
 
 

@@ -127,6 +127,7 @@ def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: li
     assert "3 of 4 cells have all of the seeds 0, 1" in text
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("paper", "pictures"),
     [
@@ -144,6 +145,14 @@ def test_variants_are_lines_of_one_picture_per_row_or_maps(
     folder = made(tmp_path, numbers, **paper)
     papers.write(folder)
     assert sorted(path.name for path in folder.glob("*.png")) == pictures
+=======
+def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path: Path) -> None:
+    folder = made(tmp_path, {("a", "x", ""): [0.5], ("a", "y", ""): [0.6]}, {"a": ["40 to 60", []]})
+    papers.write(folder)
+    text = (folder / "result.md").read_text()
+    assert "| a | 50.00 | 40 to 60 | 60.00 | - |" in text
+    assert "ranking" not in text
+>>>>>>> echo
 
 
 def test_a_figure_without_numbers_says_so(tmp_path: Path) -> None:

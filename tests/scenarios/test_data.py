@@ -217,7 +217,7 @@ def test_datasets_that_cannot_be_used_are_named() -> None:
 
 
 def test_every_config_is_registered_and_has_a_line_to_show() -> None:
-    texts = {"mrpc", "newsgroups", "gsm8k", "mathinstruct"}
+    texts = {"mrpc", "newsgroups", "gsm8k", "mathinstruct", "synthetic-texts"}
     images = {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "synthetic"}
     assert set(DATA) == {*images, *texts, "quadratic"}
     for config in DATA.values():

@@ -22,9 +22,17 @@ class Timed:
         self._inner = inner
         self.count = 0
         self.seconds = 0.0
+        self.asked = 0  # models whose logits were wanted
+        self.asking = 0.0  # seconds
 
-    def logits(self, *arguments: Any) -> Tensor:
-        return self._inner.logits(*arguments)
+    def logits(self, params: Tensor, *arguments: Any) -> Tensor:
+        _settle(params)
+        began = time.perf_counter()
+        found = self._inner.logits(params, *arguments)
+        _settle(params)
+        self.asking += time.perf_counter() - began
+        self.asked += 1
+        return found
 
     def distil(self, params: Tensor, *arguments: Any) -> None:
         _settle(params)
@@ -86,6 +94,7 @@ class Tally:
         }
         if isinstance(server.distiller, Timed):
             found |= {"distillations": server.distiller.count, "distil_wall": server.distiller.seconds}
+            found |= {"inferences": server.distiller.asked, "infer_wall": server.distiller.asking}
         return found
 
 

@@ -27,6 +27,7 @@ class Place:
     variant: str
     runs: list[Run]
     theirs: Number | None
+    told: str = ""  # what the paper says there where that is no number: "2.2 to 3.5"
 
     def ours(self, name: str) -> Spread | None:
         return spread_of(quantity(name).read(run) for run in self.runs)
@@ -124,7 +125,8 @@ def gather(folder: Path) -> Outcome:
         seeds = sorted((folder / cell["folder"]).glob("seed-*"), key=lambda path: int(path.name[5:]))
         runs = [run for run in map(load, seeds) if run.finished]
         labels = (cell["row"], cell["column"], cell["variant"])
-        places.append(Place(*labels, runs, _number(_entry(plan, *labels))))
+        entry = _entry(plan, *labels)
+        places.append(Place(*labels, runs, _number(entry), entry if isinstance(entry, str) else ""))
     return Outcome(plan, places)
 
 
@@ -186,7 +188,7 @@ def _tables(outcome: Outcome) -> Iterator[str]:
         yield _choices(outcome)
         return
     measure = quantity(outcome.metric)
-    known = any(place.theirs for place in outcome.places)
+    known = any(place.theirs or place.told for place in outcome.places)
     beside = "ours and the paper's" if known else "the paper gives a figure only, no numbers"
     yield f"## {outcome.paper['what']}: {measure.title} ({beside})"
     columns = outcome.columns
@@ -200,7 +202,7 @@ def _tables(outcome: Outcome) -> Iterator[str]:
             place = outcome.at(line, column)
             cells.append(NOTHING if place is None else _shown(place.ours(outcome.metric), measure))
             if known:
-                cells.append(_quoted(place.theirs if place else None, measure))
+                cells.append(NOTHING if place is None else place.told or _quoted(place.theirs, measure))
         lines.append(cells)
     yield _grid(header, lines)
 

@@ -46,9 +46,13 @@ def _wall(run: Run) -> float | None:
     return None if wall is None else wall / run.summary.get("together", 1)
 
 
-def _distillation(run: Run) -> float | None:
-    count = run.summary.get("distillations")
-    return run.summary["distil_wall"] / count if count else None
+def _each(count: str, wall: str) -> Callable[[Run], float | None]:
+    """Seconds per one of those that the summary counts."""
+
+    def read(run: Run) -> float | None:
+        return run.summary[wall] / run.summary[count] if run.summary.get(count) else None
+
+    return read
 
 
 def _refused(run: Run) -> float | None:
@@ -71,7 +75,8 @@ QUANTITIES: dict[str, Quantity] = {
     "versions": Quantity("versions", _told("versions"), 0, 6),
     "gradients": Quantity("gradients", _told("steps"), 0, 6),
     "megabytes": Quantity("MB received", _told("bytes", 1e6)),
-    "distillation": Quantity("seconds per distillation", _distillation, -1, 3),
+    "distillation": Quantity("seconds per distillation", _each("distillations", "distil_wall"), -1, 3),
+    "inference": Quantity("seconds per client's logits", _each("inferences", "infer_wall"), -1, 3),
     "checkpoints": Quantity("versions held at most", _told("versions_held"), -1),
     "server_memory": Quantity("server state (MB)", _told("server_bytes", 1e6), -1),
     "client_memory": Quantity("kept by a client (MB)", _told("client_bytes", 1e6), -1),

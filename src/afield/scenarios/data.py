@@ -17,6 +17,7 @@ from afield.core.errors import InputError
 from afield.core.protocols import Data
 from afield.scenarios.dataset import Dataset
 from afield.scenarios.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, Synthetic
+from afield.scenarios.phrases import SyntheticTexts
 from afield.scenarios.quadratic import Quadratic
 from afield.scenarios.texts import GSM8K, MRPC, MathInstruct, Newsgroups
 
@@ -105,6 +106,7 @@ DATA = {
     "cifar10": CIFAR10,
     "cifar100": CIFAR100,
     "synthetic": Synthetic,
+    "synthetic-texts": SyntheticTexts,
     "quadratic": Quadratic,
     "mrpc": MRPC,
     "newsgroups": Newsgroups,
