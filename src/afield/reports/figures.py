@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from afield.reports.load import LoadError, Run
 from afield.reports.papers import Outcome, Place
-from afield.reports.plots import INK, Floats, _colour, _dash, _dress, _on_grid, _save
+from afield.reports.plots import INK, Floats, _colour, _dash, _dress, _on_grid, _save, trajectories
 from afield.reports.quantities import quantity
 
 # name -> (key of a metrics row, factor, title); a communication is a model sent or received by the server
@@ -29,6 +29,7 @@ X = {
 Y = {"accuracy": "test accuracy", "loss": "test loss", "train_loss": "training loss"}
 SHARED = ("gradients", "communications")
 WIDE, HIGH = 3.4, 2.8  # inches of a panel
+WIDE_RANGE = 30  # columns that span more than this lie on a logarithmic axis
 
 
 def draw(outcome: Outcome, folder: Path) -> None:
@@ -40,6 +41,8 @@ def draw(outcome: Outcome, folder: Path) -> None:
             _curves(outcome, x, folder / name)
     elif kind == "heatmap":
         _heatmap(outcome, folder / "figure.png")
+    elif kind == "trajectories":
+        _trajectories(outcome, folder / "figure.png")
     else:
         _over_columns(outcome, folder / "figure.png", bars=kind == "bars")
 
@@ -114,29 +117,47 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> flo
 def _over_columns(outcome: Outcome, path: Path, bars: bool) -> None:
     """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points."""
     names = [outcome.metric if y == "accuracy" else y for y in outcome.paper["y"]]
+    lines = list(enumerate(outcome.lines))
+    panels: list[tuple[str, list[tuple[int, tuple[str, str]]]]] = [("", lines)]
+    if outcome.paper.get("apart"):  # a panel for each variant: its rows, each in the same colour everywhere
+        rows = list(enumerate(outcome.rows))
+        variants = dict.fromkeys(variant for _, variant in outcome.lines)
+        panels = [(variant, [(number, (row, variant)) for number, row in rows]) for variant in variants]
+        lines = [(number, (row, "")) for number, row in rows]
+    figure, places = _panels(len(names), len(panels))
+    for name, row_of_panels in zip(names, places, strict=True):
+        for (title, shown), panel in zip(panels, row_of_panels, strict=True):
+            _columns(outcome, name, shown, panel, bars)
+            panel.set_title(title, fontsize=9, color=INK)
+    _legend(figure, lines)
+    _save(figure, path)
+
+
+def _columns(
+    outcome: Outcome, name: str, lines: Sequence[tuple[int, tuple[str, str]]], panel: Axes, bars: bool
+) -> None:
+    """One panel of it."""
     columns = outcome.columns
     at = _positions(columns) if not bars else [float(i) for i in range(len(columns))]
-    figure, (row,) = _panels(1, len(names))
-    for name, panel in zip(names, row, strict=True):
-        for number, line in enumerate(outcome.lines):
-            shift, width = 0.0, 0.8 / len(outcome.lines)
-            if bars:
-                shift = (number - (len(outcome.lines) - 1) / 2) * width
-            found = [
-                (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
-            ]
-            _points(panel, name, found, number, width if bars else 0.0)
-            if name == outcome.metric:
-                told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
-                if told:
-                    panel.plot(
-                        *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
-                    )
-        panel.set_ylabel(quantity(name).title)
-        panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
-        panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
-    _legend(figure, list(enumerate(outcome.lines)))
-    _save(figure, path)
+    width = 0.8 / len(lines)
+    for place_of, (number, line) in enumerate(lines):
+        shift = (place_of - (len(lines) - 1) / 2) * width if bars else 0.0
+        found = [
+            (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
+        ]
+        _points(panel, name, found, number, width if bars else 0.0)
+        if name == outcome.metric:
+            told = [(x, place.theirs.mean) for x, place in found if place.theirs is not None]
+            if told:
+                panel.plot(
+                    *zip(*told, strict=True), "D", markerfacecolor="none", color=_colour(number), zorder=4
+                )
+    panel.set_ylabel(quantity(name).title)
+    panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
+    if not bars and min(at) > 0 and max(at) > WIDE_RANGE * min(at):
+        panel.set_xscale("log")
+        panel.minorticks_off()
+    panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
 
 
 def _positions(columns: Sequence[str]) -> list[float]:
@@ -172,19 +193,31 @@ def _heatmap(outcome: Outcome, path: Path) -> None:
     known = np.concatenate([values[np.isfinite(values)] for _, values in fields])
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     figure, (row,) = _panels(1, len(fields))
+    if outcome.chooses:  # three lines of text in a cell
+        figure.set_size_inches(
+            max(WIDE, 0.62 * len(outcome.columns)) * len(fields) + 0.6,
+            max(HIGH, 0.48 * len(outcome.rows)) + 0.5,
+        )
     for (title, values), panel in zip(fields, row, strict=True):
         panel.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
         panel.grid(False)
         panel.set_title(title, fontsize=9, color=INK)
         panel.set_xticks(range(len(outcome.columns)), outcome.columns)
         panel.set_yticks(range(len(outcome.rows)), outcome.rows)
+        if outcome.paper["x"][0] not in X:
+            panel.set_xlabel(outcome.paper["x"][0])
         for (i, j), value in np.ndenumerate(values):
             if math.isfinite(value):
                 dark = value < (low + high) / 2
-                panel.text(
-                    j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-                )
+                text = _written(outcome, i, j, title == "ours") if outcome.chooses else f"{value:.3g}"
+                panel.text(j, i, text, ha="center", va="center", fontsize=6.5, color="w" if dark else "k")
     _save(figure, path)
+
+
+def _written(outcome: Outcome, i: int, j: int, ours: bool) -> str:
+    """What a cell says of its best variant, one thing a line."""
+    tell = outcome.our_cell if ours else outcome.their_cell
+    return tell(outcome.rows[i], outcome.columns[j]).replace(" (", "\n").replace(", ", "\n").rstrip(")")
 
 
 def _field(outcome: Outcome, ours: bool) -> Floats:
@@ -208,3 +241,17 @@ def _value(label: str | None, labels: Sequence[str]) -> float:
         return float(label)
     except ValueError:
         return float(labels.index(label)) if label in labels else math.nan
+
+
+# -- quadratics -----------------------------------------------------------------------------------------
+
+
+def _trajectories(outcome: Outcome, path: Path) -> None:
+    """The ways of the first seed through the clients' quadratics, and the gap to the optimum of all seeds."""
+    problem = outcome.runs[0].config["scenario"]["data"]
+    if problem["name"] != "quadratic":
+        raise LoadError(f"kind = 'trajectories' draws the data 'quadratic' only, not {problem['name']!r}")
+    matrices = [((a, b), (b, d)) for a, b, d in problem["curvatures"]]
+    pulls = [np.array(a) @ np.array(c) for a, c in zip(matrices, problem["optima"], strict=True)]
+    optimum = np.linalg.solve(np.sum(matrices, axis=0), np.sum(pulls, axis=0))
+    trajectories(outcome.runs, path, matrices, problem["optima"], [float(value) for value in optimum])
