@@ -230,14 +230,14 @@ def _tables(outcome: Outcome) -> Iterator[str]:
 def _choices(outcome: Outcome) -> str:
     known = bool(outcome.plan["theirs"])
     lines, same, asked = [], 0, 0
-    counts: Counter[str | None] = Counter()
+    counts: Counter[str] = Counter()
     for row in outcome.rows:
         cells = [row]
         for column in outcome.columns:
             ours, theirs = outcome.chosen(row, column), outcome.their_choice(row, column)
             beside = f"; paper {outcome.their_cell(row, column)}" if theirs else ""
             cells.append((outcome.our_cell(row, column) or NOTHING) + beside)
-            counts[ours] += 1
+            counts.update([ours] if ours else [])
             asked += bool(ours and theirs)
             same += bool(ours and theirs and _alike(ours, theirs))
         lines.append(cells)
