@@ -191,6 +191,9 @@ def _heatmap(outcome: Outcome, path: Path) -> None:
     ours, theirs = _field(outcome, ours=True), _field(outcome, ours=False)
     fields = [("ours", ours)] + ([("paper", theirs)] if np.isfinite(theirs).any() else [])
     known = np.concatenate([values[np.isfinite(values)] for _, values in fields])
+    if outcome.chooses:  # one colour for a variant in every result, whichever were chosen
+        variants = outcome.plan["axes"]["variants"]
+        known = np.array([_value(variant, variants) for variant in variants])
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     figure, (row,) = _panels(1, len(fields))
     if outcome.chooses:  # three lines of text in a cell
