@@ -97,7 +97,7 @@ def test_run(afield: Command, here: Path, arguments: list[str], message: str) ->
 
 
 def test_files(afield: Command, here: Path) -> None:
-    refused(afield("run", "none.toml"), "none.toml is neither a file nor a preset; choose from default")
+    refused(afield("run", "none.toml"), "none.toml is neither a file nor a preset; choose from ace-")
     refused(afield("run", "."), ". cannot be read: Is a directory; give a TOML file or a preset")
     (here / "bad.toml").write_text("[stop\ntime = 3\n")
     refused(afield("run", "bad.toml"), "bad.toml is not TOML: ")

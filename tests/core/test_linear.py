@@ -72,7 +72,7 @@ class Followed:
 def test_the_weights_of_a_step_make_up_its_move(name: str) -> None:
     followed = Followed(LINEAR[name])
     followed.play.run(BEATS)
-    assert followed.steps >= BEATS // 4
+    assert followed.steps >= BEATS // (8 if name.endswith("tick") else 4)  # a tick may be without a step
     # what was replaced and used up is forgotten: everyone's newest is left, and what a buffer holds
     buffer = 3
     assert len(followed.weights.columns) <= CLIENTS + buffer

@@ -13,7 +13,7 @@ from tiny import TINY
 
 from afield.experiments import advise, probe
 from afield.experiments.codec import merge
-from afield.experiments.config import Config, config, presets, read
+from afield.experiments.config import Config, config, experiment, presets, read
 from afield.experiments.probe import Facts, label_distance, measure
 from afield.experiments.run import prepare
 from afield.runtimes.simulator import Measurement
@@ -194,9 +194,8 @@ def test_the_distance_of_label_mixes() -> None:
 
 
 def test_without_classes_clients_count_as_unlike() -> None:
-    table = merge(read(presets()["fedstale-figure1"]), {"strategy": {"name": "fedavg"}, "label": "x"})
-    table = {key: value for key, value in table.items() if key not in ("variants", "name", "figure")}
-    advice = advise.advise(config(table))
+    read_in = experiment(read(presets()["fedstale-figure1"]), strategy="fedavg", seed=0)
+    advice = advise.advise(read_in.runs[0])
     assert advice.facts.heterogeneity is None
     assert advice.recommended[0].strategy == {"name": "fedstale", "beta": 0.5, "p": "known"}
     assert any("no classes" in note for note in advice.unknown)

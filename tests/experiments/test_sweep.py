@@ -87,3 +87,70 @@ def test_blocks_are_common(chosen: Experiment, tmp_path: Path) -> None:
             list(run_together(runs, [tmp_path / kind / f"{number}-{place}" for place in range(len(group))]))
     assert sum(blocks["together"]) == sum(blocks["alone"])
     assert len(blocks["together"]) < 0.7 * len(blocks["alone"])
+
+
+SWAPPED: dict[str, Any] = {
+    "seeds": [0, 1],
+    "model": {"name": "mlp", "hidden": [8]},
+    "local": {"batch": 16, "rate": 0.2, "steps": 2},
+    "scenario": {
+        "clients": 4,
+        "data": {"name": "digits"},
+        "delay": {"name": "constant"},
+        "rounds": {"name": "bernoulli", "p": [1.0, 0.5]},
+    },
+    "strategy": {"name": "fedstale", "p": "known"},
+    "measure": {"versions": 3},
+    "variants": [
+        {
+            "label": f"{share} {versions}",
+            "scenario": {"partition": {"name": "label-swap", "share": share}},
+            "stop": {"versions": versions},
+        }
+        for share, versions in ((0.0, 3), (0.5, 6), (1.0, 9))
+    ],
+}
+
+
+def test_runs_with_other_labels_share_one_pool_and_one_test_set(tmp_path: Path) -> None:
+    chosen = experiment(SWAPPED)
+    runs = prepare_all(chosen.runs)
+    trainers = [prepared.simulator.trainer for prepared in runs]
+    assert len({id(trainer.engine) for trainer in trainers}) == 1
+    assert len({id(prepared.simulator.evaluator._inputs) for prepared in runs}) == 1
+    for config, prepared in zip(chosen.runs, runs, strict=True):  # the same examples in the same order
+        alone = prepare(config).simulator.trainer.data
+        mine = prepared.simulator.trainer.data
+        for client in range(4):
+            every = torch.arange(alone.sizes[client])
+            for one, other in zip(alone.batch(client, every), mine.batch(client, every), strict=True):
+                assert torch.equal(one, other)
+    list(run_together(runs, [tmp_path / "together" / str(number) for number in range(len(runs))]))
+    for number, config in enumerate(chosen.runs):
+        list(run(prepare(config), tmp_path / "alone" / str(number)))
+        alone, together = (find([tmp_path / kind / str(number)])[0] for kind in ("alone", "together"))
+        assert together.receipts.equals(alone.receipts)
+        for one, other in zip(alone.metrics, together.metrics, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+
+
+def test_a_run_that_ends_early_is_complete_at_once(tmp_path: Path) -> None:
+    chosen = experiment(SWAPPED | {"seeds": [0]})
+    places = [tmp_path / str(number) for number in range(3)]
+    rows = run_together(prepare_all(chosen.runs), places)
+    for number, row in rows:
+        if (number, getattr(row, "version", 0)) == (2, 8):
+            break
+    rows.close()  # as by an interrupt
+    assert [(place / "summary.json").is_file() for place in places] == [True, True, False]
+
+
+def test_sgd_goes_with_the_others_on_all_data() -> None:
+    variants = [
+        {"strategy": {"name": "fedavg"}},
+        {"strategy": {"name": "sgd"}},
+        {"strategy": {"name": "fedasync"}},
+    ]
+    runs = prepare_all(experiment({**TABLE, "seeds": [0], "variants": variants}).runs)
+    clients = [len(prepared.simulator.trainer.data.sizes) for prepared in runs]
+    assert clients == [8, 1, 8]

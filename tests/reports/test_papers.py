@@ -75,12 +75,16 @@ def test_a_heat_map_of_choices(tmp_path: Path) -> None:
         for beta, accuracy in (("0.0", 0.5), ("0.5", 0.5), ("1.0", 0.5))
         for accuracy in [accuracy + 0.1 * (beta == best)]
     }
-    folder = made(tmp_path, numbers, {"p 1": [0, "0.5"], "p 2": ["0.5", []]}, kind="heatmap")
+    theirs = {"p 1": [0, "0.5 (Δ0.0 1.2, Δ1.0 0.3)"], "p 2": ["0.5", []]}
+    folder = made(tmp_path, numbers, theirs, kind="heatmap")
     outcome = papers.write(folder)
     text = (folder / "result.md").read_text()
-    assert "| p 1 | 0.0 (paper 0) | 1.0 (paper 0.5) |" in text
-    assert "| p 2 | 0.5 (paper 0.5) | - |" in text
-    assert "2 of 3 cells choose as the paper does." in text
+    first = "0.0 (Δ0.0 0.00, Δ1.0 10.00); paper 0"
+    second = "1.0 (Δ0.0 10.00, Δ1.0 0.00); paper 0.5 (Δ0.0 1.2, Δ1.0 0.3)"
+    assert f"| p 1 | {first} | {second} |" in text
+    assert "| p 2 | 0.5 (Δ0.0 10.00, Δ1.0 10.00); paper 0.5 | - |" in text
+    assert "Best, of 3 cells: 0.0 in 1, 0.5 in 1, 1.0 in 1. 2 of 3 cells choose as the paper does." in text
+    assert figures._written(outcome, 0, 1, ours=False) == "0.5\nΔ0.0 1.2\nΔ1.0 0.3"
     assert outcome.chosen("p 2", "q 2") is None
     assert figures._field(outcome, ours=True)[0].tolist() == [0.0, 1.0]
     assert figures._field(outcome, ours=False)[0].tolist() == [0.0, 0.5]
@@ -127,7 +131,6 @@ def test_every_kind_is_drawn(tmp_path: Path, paper: dict[str, Any], pictures: li
     assert "3 of 4 cells have all of the seeds 0, 1" in text
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("paper", "pictures"),
     [
@@ -145,14 +148,40 @@ def test_variants_are_lines_of_one_picture_per_row_or_maps(
     folder = made(tmp_path, numbers, **paper)
     papers.write(folder)
     assert sorted(path.name for path in folder.glob("*.png")) == pictures
-=======
+
+
 def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path: Path) -> None:
     folder = made(tmp_path, {("a", "x", ""): [0.5], ("a", "y", ""): [0.6]}, {"a": ["40 to 60", []]})
     papers.write(folder)
     text = (folder / "result.md").read_text()
     assert "| a | 50.00 | 40 to 60 | 60.00 | - |" in text
     assert "ranking" not in text
->>>>>>> echo
+
+
+def test_variants_have_panels_of_their_own(tmp_path: Path) -> None:
+    numbers = {
+        (row, column, data): [0.5]
+        for row in ("a", "b")
+        for column in ("1.5", "50.5")
+        for data in ("digits", "letters", "signs")
+    }
+    widths = []
+    for apart in (False, True):
+        folder = made(tmp_path / str(apart), numbers, kind="lines", x=["ratio"], apart=apart)
+        papers.write(folder)
+        header = (folder / "figure.png").read_bytes()[:24]
+        widths.append(int.from_bytes(header[16:20]))
+    inches = [width / 130 for width in widths]
+    assert inches[1] - inches[0] == pytest.approx(figures.WIDE, abs=0.02)
+
+
+def test_trajectories_are_of_quadratics(tmp_path: Path) -> None:
+    folder = made(tmp_path, {("a", "", ""): [0.5]}, kind="trajectories")
+    (folder / "cell0" / "seed-0" / "config.toml").write_text(
+        'label = "a"\nseed = 0\n[scenario.data]\nname = "digits"\n'
+    )
+    with pytest.raises(LoadError, match="draws the data 'quadratic' only, not 'digits'"):
+        papers.write(folder)
 
 
 def test_a_figure_without_numbers_says_so(tmp_path: Path) -> None:

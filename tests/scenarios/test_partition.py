@@ -172,6 +172,16 @@ def test_label_swap_counts_exactly() -> None:
     assert int((swapped != labels).sum()) == expected
 
 
+def test_label_swap_chooses_of_its_others() -> None:
+    labels, swap = balanced(120), LabelSwap(share=1.0, pair=(3, 5))
+    parts, swapped = swap.split(labels, 2, 0)
+    others = swap.others(labels)
+    assert torch.equal(swapped[parts[1]], others[parts[1]])
+    assert set(zip(labels.tolist(), others.tolist(), strict=True)) == {
+        (label, {3: 5, 5: 3}.get(label, label)) for label in labels.tolist()
+    }
+
+
 def test_label_swap_needs_two_labels_that_occur() -> None:
     with pytest.raises(InputError, match=r"pair = \(2, 2\) is not two different labels"):
         LabelSwap(pair=(2, 2))

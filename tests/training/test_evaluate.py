@@ -68,6 +68,18 @@ def test_the_vector_decides_and_the_module_is_left_alone() -> None:
     assert evaluate(before)["groups"] == {}
 
 
+def test_a_sibling_measures_alike_for_its_own_groups() -> None:
+    module = passing()
+    vector = Layout.of(module).flatten(module)
+    first = Evaluate(module, SCORES, LABELS, 3, groups={"zeros": torch.tensor([1.0, 0, 0])})
+    other = first.sibling({"ones": torch.tensor([0, 1.0, 0])})
+    shifted = vector + torch.tensor([0.0] * 9 + [0.0, 5.0, 0.0])  # everything is a one
+    assert first(vector)["groups"] == {"zeros": pytest.approx(2 / 3)}
+    assert other(shifted)["groups"] == {"ones": 1.0}
+    assert other(vector)["groups"] == {"ones": 0.5}
+    assert {**first(shifted), "groups": 0} == {**other(shifted), "groups": 0}
+
+
 def test_value_shows_the_point_and_no_accuracy() -> None:
     module = build(Point(), (5,), 1, 0)
     rows = torch.tensor([[1.0, 0, 1, 0, 0], [1.0, 0, 1, 3.0, 4.0]])

@@ -30,6 +30,7 @@ from afield.training.models import MODELS, Mlp, Model
 
 FORMAT = 1
 OWN = ("name", "figure", "target", "seeds", "sweep")  # keys of an experiment, beside those of its runs
+PAPERS = ("paper", "theirs", "scales", "grid")  # keys of a paper's preset that its runs do not know
 INTERFACE = ("uses_base", "whole", "init", "receive")  # what a strategy has
 
 
@@ -189,7 +190,9 @@ def experiment(
     `strategy` takes the place of all variants, `settings` (KEY=VALUE) are applied last, to every run.
     """
     if "paper" in table:
-        raise InputError("this preset makes a table or figure of a paper: afield reproduce runs it")
+        if "rows" in table or "columns" in table:
+            raise InputError("this preset makes a table or figure of a paper: afield reproduce runs it")
+        table = {key: value for key, value in table.items() if key not in PAPERS}
     variants = table.get("variants", [{}])
     if not isinstance(variants, list) or not variants or not all(isinstance(v, Mapping) for v in variants):
         raise InputError("variants is not an array of tables: write [[variants]] before each")

@@ -16,7 +16,7 @@ from afield.experiments.folder import slug
 
 AXES = ("rows", "columns", "variants")
 SCALES = ("smoke", "small", "paper")
-KINDS = ("table", "curves", "lines", "bars", "heatmap", "heatmaps")
+KINDS = ("table", "curves", "lines", "bars", "heatmap", "heatmaps", "trajectories")
 OWN = ("name", "paper", "theirs", "scales", "grid", "seeds", "sweep", *AXES)  # the rest is the experiment
 
 
@@ -30,10 +30,11 @@ class Paper:
     cost: str = ""  # what the paper's scale takes
     kind: str = "table"
     metric: str = "final"  # the paper's number: a name of reports/quantities.py
-    x: tuple[str, ...] = ("versions",)  # curves: one picture per axis; lines: what the columns are
+    x: tuple[str, ...] = ("versions",)  # curves: one picture per axis; lines, heat map: what the columns are
     y: tuple[str, ...] = ("accuracy",)  # one row of panels each
     hidden: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # curves: rows left out, by axis
     panels: tuple[str, ...] = ()  # curves: the columns that are drawn (none: all)
+    apart: bool = False  # lines and bars: a panel for each variant
     extras: tuple[str, ...] = ()  # more quantities for the table of all measurements
     open: tuple[str, ...] = ()  # what the paper leaves open, and what was chosen
     notes: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, Source
 from afield.experiments.costs import Tally, Timed
 from afield.experiments.folder import RunFolder
+from afield.experiments.kin import Kin
 from afield.experiments.texts import More, tokenised
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator
@@ -40,10 +41,10 @@ class Prepared:
     simulator: Simulator
 
 
-def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepared:
+def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     """Load the data, deal it out, build the model, wire the simulator; bad input ends here.
 
-    `kin` remembers the trainers of runs that are to be trained together: those that fit share one engine.
+    `kin` remembers what runs that are to be trained together share: those that fit have one engine.
     """
     scenario = config.scenario
     device = config.runtime.device
@@ -51,27 +52,36 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
     dataset, model, more = load_data(config)
     parts, targets = dealt(config, dataset)
-    data = ClientData(dataset.inputs, targets, parts)
+    if kin is None:
+        data = ClientData(dataset.inputs, targets, parts)
+    else:
+        data = kin.data(dataset, scenario.partition, parts, targets)
     module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
-    evaluator = Evaluate(
-        module,
-        dataset.test_inputs,
-        dataset.test_targets,
-        dataset.classes,
-        dataset.loss,
-        groups=_groups(config, dataset, data),
-        device=device,
-        precision=config.training.precision,
-        channels_last=config.training.channels_last,
-        more=more,
-    )
-    # a label that a partition has changed makes another pool
-    pool = (id(dataset.inputs), id(targets) if targets is not dataset.targets else 0)
+    groups = _groups(config, dataset, data)
+    alike = (dataset, config.model, config.training, device)
+    if kin is not None and alike in kin.evaluators:
+        evaluator = kin.evaluators[alike].sibling(groups)
+    else:
+        evaluator = Evaluate(
+            module,
+            dataset.test_inputs,
+            dataset.test_targets,
+            dataset.classes,
+            dataset.loss,
+            groups=groups,
+            device=device,
+            precision=config.training.precision,
+            channels_last=config.training.channels_last,
+            more=more,
+        )
+    # a label that a partition has changed makes another pool, unless that has room for both
+    pool = (id(data.inputs), id(data.targets))
     key = (pool, dataset.loss, config.model, config.local, config.training, device)
-    by = kin[key].sibling(data, config.seed) if kin is not None and key in kin else None
+    trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
+    by = trainers[key].sibling(data, config.seed) if key in trainers else None
     simulator = assemble(
         config.strategy,
         module,
@@ -95,8 +105,10 @@ def prepare(config: Config, kin: dict[Any, BlockTrainer] | None = None) -> Prepa
     )
     if simulator.server.refines and simulator.server.distiller is not None:
         simulator.server.distiller = Timed(simulator.server.distiller)
-    if kin is not None and isinstance(simulator.trainer, BlockTrainer):
-        kin.setdefault(key, simulator.trainer)
+    if kin is not None:
+        kin.evaluators.setdefault(alike, evaluator)
+    if isinstance(simulator.trainer, BlockTrainer):
+        trainers.setdefault(key, simulator.trainer)
     method = simulator.trainer.method
     count = config.runtime.threads or thread_count(layout.size, method)
     config = replace(
@@ -152,7 +164,7 @@ def load_data(config: Config) -> tuple[Dataset, Model, More | None]:
     return found if isinstance(found, tuple) else (found, config.model, None)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # a figure may be about two data sets
 def _load(source: Source, seed: int, reads: Model | None) -> Dataset | tuple[Dataset, Model, More | None]:
     """The runs of an experiment mostly share their data: it is read once for all with one seed.
 

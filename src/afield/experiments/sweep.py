@@ -8,6 +8,7 @@ from pathlib import Path
 
 from afield.core.types import LocalResult, Receipt
 from afield.experiments.config import Config
+from afield.experiments.kin import Kin
 from afield.experiments.run import Prepared, prepare, written
 from afield.runtimes.simulate import threads
 from afield.runtimes.simulator import Measurement, Wanted
@@ -18,7 +19,7 @@ ROOM = 2**29  # bytes of models in one common block; more gain nothing and leave
 
 def prepare_all(configs: Sequence[Config]) -> list[Prepared]:
     """The runs, ready to go together: those whose model, local training and data agree share one engine."""
-    kin: dict[object, BlockTrainer] = {}
+    kin = Kin()
     return [prepare(config, kin) for config in configs]
 
 
@@ -31,9 +32,10 @@ def run_together(
     run gives alone: the same event log, the same models up to rounding.
     """
     with ExitStack() as stack:
+        own = [stack.enter_context(ExitStack()) for _ in runs]
         write = [
-            stack.enter_context(written(run, place, len(runs)))
-            for run, place in zip(runs, folders, strict=True)
+            ends.enter_context(written(run, place, len(runs)))
+            for ends, run, place in zip(own, runs, folders, strict=True)
         ]
         stack.enter_context(threads(max(run.config.runtime.threads or 1 for run in runs)))
         alive = {number: run.simulator.steps() for number, run in enumerate(runs)}
@@ -46,6 +48,7 @@ def run_together(
                         row = steps.send(results[number])
                     except StopIteration:
                         del alive[number]
+                        own[number].close()  # finished, whatever becomes of the others
                         break
                     results[number] = None
                     if isinstance(row, Wanted):

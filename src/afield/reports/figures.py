@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from afield.reports.load import LoadError, Run
 from afield.reports.papers import Outcome, Place
-from afield.reports.plots import INK, Floats, _colour, _dash, _dress, _on_grid, _save
+from afield.reports.plots import INK, Floats, _colour, _dash, _dress, _on_grid, _save, trajectories
 from afield.reports.quantities import quantity
 
 # name -> (key of a metrics row, factor, title); a communication is a model sent or received by the server
@@ -29,6 +29,7 @@ X = {
 Y = {"accuracy": "test accuracy", "loss": "test loss", "train_loss": "training loss"}
 SHARED = ("gradients", "communications")
 WIDE, HIGH = 3.4, 2.8  # inches of a panel
+WIDE_RANGE = 30  # columns that span more than this lie on a logarithmic axis
 
 
 def draw(outcome: Outcome, folder: Path) -> None:
@@ -45,6 +46,8 @@ def draw(outcome: Outcome, folder: Path) -> None:
         _heatmap(outcome, folder / "figure.png")
     elif kind == "heatmaps":
         _heatmaps(outcome, folder / "figure.png")
+    elif kind == "trajectories":
+        _trajectories(outcome, folder / "figure.png")
     else:
         _over_columns(outcome, folder / "figure.png", bars=kind == "bars")
 
@@ -133,20 +136,28 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> flo
 def _over_columns(outcome: Outcome, path: Path, bars: bool) -> None:
     """The columns along the x axis, one line (or bar of a group) per row; the paper's numbers as hollow points.
 
-    Lines with variants: one panel per row, one line per variant.
+    Panels: one per variant with a line per row where the preset says `apart`; else, of lines with variants, one per
+    row with a line per variant.
     """
     names = [outcome.metric if y == "accuracy" else y for y in outcome.paper["y"]]
-    split = not bars and _split(outcome)
-    wanted = [[(name, row) for row in outcome.rows] for name in names]
-    if not split:
-        wanted = [[(name, "") for name in names]]
-    keys = list(dict.fromkeys(("", line[1]) if split else line for line in outcome.lines))
-    figure, panels = _panels(len(wanted), len(wanted[0]))
-    for parts, row in zip(wanted, panels, strict=True):
-        for (name, own), panel in zip(parts, row, strict=True):
-            lines = [(own, key[1]) if split else key for key in keys]
+    keys = list(outcome.lines)
+    parts: list[tuple[str, list[tuple[str, str]]]] = [("", keys)]
+    variants = list(dict.fromkeys(variant for _, variant in keys))
+    if outcome.paper.get("apart"):
+        parts = [(variant, [(row, variant) for row in outcome.rows]) for variant in variants]
+        keys = [(row, "") for row in outcome.rows]
+    elif not bars and _split(outcome):
+        parts = [(row, [(row, variant) for variant in variants]) for row in outcome.rows]
+        keys = [("", variant) for variant in variants]
+    across = len(parts) == 1  # then the quantities lie side by side
+    figure, panels = _panels(1, len(names)) if across else _panels(len(names), len(parts))
+    wanted = (
+        [[(name, *parts[0]) for name in names]] if across else [[(n, *part) for part in parts] for n in names]
+    )
+    for told, row_of_panels in zip(wanted, panels, strict=True):
+        for (name, title, lines), panel in zip(told, row_of_panels, strict=True):
             _lines(outcome, panel, name, lines, bars)
-            panel.set_title(own, fontsize=9, color=INK)
+            panel.set_title(title, fontsize=9, color=INK)
     _legend(figure, list(enumerate(keys)))
     _save(figure, path)
 
@@ -155,10 +166,9 @@ def _lines(outcome: Outcome, panel: Axes, name: str, lines: Sequence[tuple[str, 
     """One panel: a quantity over the columns."""
     columns = outcome.columns
     at = _positions(columns) if not bars else [float(i) for i in range(len(columns))]
+    width = 0.8 / len(lines)
     for number, line in enumerate(lines):
-        shift, width = 0.0, 0.8 / len(lines)
-        if bars:
-            shift = (number - (len(lines) - 1) / 2) * width
+        shift = (number - (len(lines) - 1) / 2) * width if bars else 0.0
         found = [
             (x + shift, place) for x, c in zip(at, columns, strict=True) if (place := outcome.at(line, c))
         ]
@@ -171,6 +181,9 @@ def _lines(outcome: Outcome, panel: Axes, name: str, lines: Sequence[tuple[str, 
                 )
     panel.set_ylabel(quantity(name).title)
     panel.set_xlabel(outcome.paper["x"][0] if outcome.paper["kind"] == "lines" else "")
+    if not bars and min(at) > 0 and max(at) > WIDE_RANGE * min(at):
+        panel.set_xscale("log")
+        panel.minorticks_off()
     panel.set_xticks(at, columns, rotation=0 if max(map(len, columns)) < 9 else 20)
 
 
@@ -205,7 +218,15 @@ def _heatmap(outcome: Outcome, path: Path) -> None:
     ours, theirs = _field(outcome, ours=True), _field(outcome, ours=False)
     fields = [("ours", ours)] + ([("paper", theirs)] if np.isfinite(theirs).any() else [])
     known = np.concatenate([values[np.isfinite(values)] for _, values in fields])
+    if outcome.chooses:  # one colour for a variant in every result, whichever were chosen
+        variants = outcome.plan["axes"]["variants"]
+        known = np.array([_value(variant, variants) for variant in variants])
     figure, (row,) = _panels(1, len(fields))
+    if outcome.chooses:  # three lines of text in a cell
+        figure.set_size_inches(
+            max(WIDE, 0.62 * len(outcome.columns)) * len(fields) + 0.6,
+            max(HIGH, 0.48 * len(outcome.rows)) + 0.5,
+        )
     for (title, values), panel in zip(fields, row, strict=True):
         _map(outcome, panel, title, values, known)
     _save(figure, path)
@@ -219,10 +240,13 @@ def _map(outcome: Outcome, panel: Axes, title: str, values: Floats, known: Float
     panel.set_title(title, fontsize=9, color=INK)
     panel.set_xticks(range(len(outcome.columns)), outcome.columns)
     panel.set_yticks(range(len(outcome.rows)), outcome.rows)
+    if outcome.paper["x"][0] not in X:
+        panel.set_xlabel(outcome.paper["x"][0])
     for (i, j), value in np.ndenumerate(values):
         if math.isfinite(value):
             colour = "w" if value < (low + high) / 2 else "k"
-            panel.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+            text = _written(outcome, i, j, title == "ours") if outcome.chooses else f"{value:.3g}"
+            panel.text(j, i, text, ha="center", va="center", fontsize=6.5, color=colour)
 
 
 def _heatmaps(outcome: Outcome, path: Path) -> None:
@@ -238,6 +262,12 @@ def _heatmaps(outcome: Outcome, path: Path) -> None:
     for panel in flat[len(maps) :]:
         panel.set_visible(False)
     _save(figure, path)
+
+
+def _written(outcome: Outcome, i: int, j: int, ours: bool) -> str:
+    """What a cell says of its best variant, one thing a line."""
+    tell = outcome.our_cell if ours else outcome.their_cell
+    return tell(outcome.rows[i], outcome.columns[j]).replace(" (", "\n").replace(", ", "\n").rstrip(")")
 
 
 def _field(outcome: Outcome, ours: bool, variant: str = "") -> Floats:
@@ -261,3 +291,17 @@ def _value(label: str | None, labels: Sequence[str]) -> float:
         return float(label)
     except ValueError:
         return float(labels.index(label)) if label in labels else math.nan
+
+
+# -- quadratics -----------------------------------------------------------------------------------------
+
+
+def _trajectories(outcome: Outcome, path: Path) -> None:
+    """The ways of the first seed through the clients' quadratics, and the gap to the optimum of all seeds."""
+    problem = outcome.runs[0].config["scenario"]["data"]
+    if problem["name"] != "quadratic":
+        raise LoadError(f"kind = 'trajectories' draws the data 'quadratic' only, not {problem['name']!r}")
+    matrices = [((a, b), (b, d)) for a, b, d in problem["curvatures"]]
+    pulls = [np.array(a) @ np.array(c) for a, c in zip(matrices, problem["optima"], strict=True)]
+    optimum = np.linalg.solve(np.sum(matrices, axis=0), np.sum(pulls, axis=0))
+    trajectories(outcome.runs, path, matrices, problem["optima"], [float(value) for value in optimum])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +96,29 @@ class Outcome:
         return max(found, key=lambda pair: pair[0])[1] if found else None
 
     def their_choice(self, row: str, column: str) -> str | None:
+        told = self.their_cell(row, column)
+        return told.split()[0] if told else None
+
+    def their_cell(self, row: str, column: str) -> str:
+        """The paper's entry: a variant, and what it says of it."""
         entry = _entry(self.plan, row, column, "")
-        return None if entry is None or entry == [] else str(entry)
+        return "" if entry is None or entry == [] else str(entry)
+
+    def our_cell(self, row: str, column: str) -> str:
+        """The best variant, and how far it is ahead of the first and of the last one: "0.5 (Δ0 0.3, Δ1 0.9)"."""
+        best = self.chosen(row, column)
+        if best is None:
+            return ""
+        measure, variants = quantity(self.metric), self.plan["axes"]["variants"]
+        found = {variant: self.at((row, variant), column) for variant in (best, variants[0], variants[-1])}
+        numbers = {variant: place.number(self.metric) for variant, place in found.items() if place}
+        top = numbers[best]
+        gains = [
+            f"Δ{variant} {_digits(abs(top.mean - number.mean), measure.digits)}"
+            for variant, number in numbers.items()
+            if variant in (variants[0], variants[-1]) and top is not None and number is not None
+        ]
+        return f"{best} ({', '.join(sorted(gains))})" if gains else best
 
 
 def write(folder: Path) -> Outcome:
@@ -210,16 +232,21 @@ def _tables(outcome: Outcome) -> Iterator[str]:
 def _choices(outcome: Outcome) -> str:
     known = bool(outcome.plan["theirs"])
     lines, same, asked = [], 0, 0
+    counts: Counter[str] = Counter()
     for row in outcome.rows:
         cells = [row]
         for column in outcome.columns:
             ours, theirs = outcome.chosen(row, column), outcome.their_choice(row, column)
-            cells.append((ours or NOTHING) + (f" (paper {theirs})" if theirs else ""))
+            beside = f"; paper {outcome.their_cell(row, column)}" if theirs else ""
+            cells.append((outcome.our_cell(row, column) or NOTHING) + beside)
+            counts.update([ours] if ours else [])
             asked += bool(ours and theirs)
             same += bool(ours and theirs and _alike(ours, theirs))
         lines.append(cells)
     text = _grid([_corner(outcome), *outcome.columns], lines)
-    return f"{text}\n\n{same} of {asked} cells choose as the paper does." if known else text
+    shares = [f"{variant} in {counts[variant]}" for variant in outcome.plan["axes"]["variants"]]
+    text += f"\n\nBest, of {counts.total()} cells: {', '.join(shares)}."
+    return f"{text} {same} of {asked} cells choose as the paper does." if known else text
 
 
 def _alike(ours: str, theirs: str) -> bool:

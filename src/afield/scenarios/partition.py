@@ -186,6 +186,12 @@ class LabelSwap:
                 swapped[members[chosen[: int(self.share * len(members) + 1e-9)]]] = new
         return parts, swapped
 
+    def others(self, labels: Tensor) -> Tensor:
+        """The labels if every example of the pair were relabelled: of these, `split` chooses."""
+        first, second = self.pair
+        found = torch.where(labels == first, second, labels)
+        return torch.where(labels == second, first, found)
+
 
 @dataclass(frozen=True)
 class OnePerClient:

@@ -152,7 +152,7 @@ class ACED:
         return ACEDState(
             params=params,
             total=torch.zeros_like(params, dtype=torch.float64),
-            first=torch.zeros_like(params if self.per == "arrival" else params[:0], dtype=torch.float64),
+            first=torch.zeros_like(params, dtype=torch.float64),
             table=ClientTable.like(params, clients, self.precision),
             stamps=torch.zeros(clients, dtype=torch.int64),
         )
@@ -198,12 +198,24 @@ class ACED:
         state.stamps[update.task.client] = 1
         full = state.count == len(state.table)
         if stepped := full and self.per == "arrival":
-            advance(state.params, state.total, self.lr / state.count)
-            state.first.copy_(state.total)
-            state.cohort = state.count
-            state.version = 1
+            self._begin(state)
         weight = self.lr / len(state.table)
         return Receipt.of(update, 0, weight, stepped, state.version, hold=not full)
+
+    def _begin(self, state: ACEDState) -> None:
+        """Everyone was heard: the first step."""
+        advance(state.params, state.total, self.lr / state.count)
+        state.first.copy_(state.total)
+        state.cohort = state.count
+        state.version = 1
+
+    def _expire_cohort(self, state: ACEDState) -> None:
+        """Those never heard again since the warm-up pass the bound together: one vector is taken out, not N rows."""
+        if state.gathering is not None:  # N integers once in a run; N rows never
+            state.lapsed.extend((state.stamps == 1).nonzero().flatten().tolist())
+        state.total.sub_(state.first)
+        state.count -= state.cohort
+        state.cohort = 0
 
     def _expire(self, state: ACEDState) -> int | None:
         """Let those expire who passed the bound at this version; gives the client whose row is yet to be taken out.
@@ -215,11 +227,7 @@ class ACED:
             return None
         last = state.version - math.floor(self.max_delay) - 1  # the newest stamp that is too old
         if last == 1 and state.cohort:
-            if state.gathering is not None:  # N integers once in a run; N rows never
-                state.lapsed.extend((state.stamps == 1).nonzero().flatten().tolist())
-            state.total.sub_(state.first)
-            state.count -= state.cohort
-            state.cohort = 0
+            self._expire_cohort(state)
         if not state.recent or state.oldest > last:
             return None
         client, stamp = state.recent.popleft(), state.oldest
@@ -236,13 +244,18 @@ class ACED:
         """An arrival of a tick: the row of who is out enters the sum after the step."""
         self._expire_all(state)
         client = update.task.client
-        active = state.version - int(state.stamps[client]) <= self.max_delay
+        stamp = int(state.stamps[client])
+        active = state.version - stamp <= self.max_delay
+        first = active and stamp == 1 and client not in state.arrived
         wide = Wide(state.total, state.params)
         for part, old, write in state.table.exchange(update.task, state.seed, update.model, update.base):
+            if first:
+                state.first[part].sub_(wide(old))
             if active:
                 state.total[part].sub_(wide(old)).add_(wide(write()))
             else:
                 write()
+        state.cohort -= first
         state.arrived[client] = None
         staleness = state.version - update.task.version
         return Receipt.of(update, staleness, self.lr / len(state.table), False, state.version)
@@ -251,9 +264,7 @@ class ACED:
         """The end of a tick: a step even if nobody arrived, as long as everyone was heard."""
         if state.version == 0:
             if state.count == len(state.table):
-                advance(state.params, state.total, self.lr / state.count)
-                state.version = 1
-                state.stamped.extend((1, client) for client in range(state.count))
+                self._begin(state)
             return
         self._expire_all(state)
         if state.count:
@@ -269,6 +280,8 @@ class ACED:
 
     def _expire_all(self, state: ACEDState) -> None:
         """Take out the rows of those who passed the bound at this version."""
+        if state.cohort and state.version - 1 > self.max_delay:
+            self._expire_cohort(state)
         while state.stamped and state.version - state.stamped[0][0] > self.max_delay:
             stamp, client = state.stamped.popleft()
             if int(state.stamps[client]) == stamp:  # else heard again since

@@ -32,22 +32,16 @@ class CA2FL:
     Wang et al. 2024: w <- w + lr (mean cache at buffer start + sum(delta - old cache) / distinct clients).
     The cache is replaced at once, so a client that comes twice in one buffer counts once, with its newest
     update; differs from ACE's algorithm a.3, line 5, only there. Unheard clients have a cache of zeros.
-<<<<<<< HEAD
     `per = "tick"`: the version rises at every tick, and one that ends with `size` updates or more makes a step.
-=======
     `gathers`: whose normalisation statistics count at a step, every client's newest or those of the "buffer" alone,
     as in the code of the authors' next paper (FADAS).
->>>>>>> echo
     """
 
     size: int = 10
     lr: float = 1.0
     precision: str = "float32"
-<<<<<<< HEAD
     per: str = "arrival"
-=======
     gathers: str = "newest"
->>>>>>> echo
     uses_base: ClassVar[bool] = True
     linear: ClassVar[str] = "deltas"
     whole: ClassVar[bool] = False
@@ -56,15 +50,12 @@ class CA2FL:
         within("size", self.size, 1, math.inf)
         within("lr", self.lr, 0, math.inf, above=True)
         one_of("precision", self.precision, PRECISIONS)
-<<<<<<< HEAD
         one_of("per", self.per, ("arrival", "tick"))
+        one_of("gathers", self.gathers, ("newest", "buffer"))
 
     @property
     def pace(self) -> str:
         return self.per
-=======
-        one_of("gathers", self.gathers, ("newest", "buffer"))
->>>>>>> echo
 
     def init(self, params: Tensor, clients: int) -> CA2FLState:
         return CA2FLState(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -94,6 +95,17 @@ class Evaluate:
         self._shows_point = loss == "value" and self._layout.parameters <= 4
         self._totals = self._label_counts(targets) if self._counts else []
         self._groups = {name: self._shares(name, mix) for name, mix in (groups or {}).items()}
+
+    def sibling(self, groups: Mapping[str, Tensor] | None) -> Evaluate:
+        """The same for another run with its own groups: test set, module and graph are shared.
+
+        Each measurement is complete, or queued behind the one before, when the next begins.
+        """
+        if self._passes is None:
+            self._passes = recorded(self._measure, self._vector.device, "evaluation")
+        other = copy.copy(self)
+        other._groups = {name: self._shares(name, mix) for name, mix in (groups or {}).items()}
+        return other
 
     def __call__(self, model: Tensor) -> Mapping[str, Any]:
         if model.shape != self._vector.shape:
