@@ -281,9 +281,16 @@ def unpack(
         into[:] = got
         return True
 
+    return unpack_from(read, view.nbytes, kinds, name=name, device=device)
+
+
+def unpack_from(
+    read: Read, size: int, kinds: Mapping[str, Kind], *, name: str, device: str | torch.device = "cpu"
+) -> tuple[Any, dict[str, Any]]:
+    """The same, from wherever `read` reads so many bytes."""
     top = head(read, name)
-    if view.nbytes != top.bytes:
-        raise DamagedError(f"{name} has {view.nbytes:,} bytes where {top.bytes:,} were written")
+    if size != top.bytes:
+        raise DamagedError(f"{name} is damaged: it has {size:,} bytes where {top.bytes:,} were written")
     tensors = [tensor_at(spot, top.start, read, name, device) for spot in top.spots]
     return built(top.tree, tensors, kinds, name), top.mark
 

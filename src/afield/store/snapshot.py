@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ class Snapshots:
         self.steady: dict[
             int, tuple[Tensor, int, Spot]
         ] = {}  # by id: the tensor, its count then, where it lies
+        self.oldest: tuple[int, dict[str, Any]] | None = None  # generation and mark of what may still be read
         files.make(self.folder)
 
     def path(self, generation: int) -> Path:
@@ -69,10 +70,10 @@ class Snapshots:
             draft.unlink(missing_ok=True)
             raise
         self._remember(packed.tensors, packed.spots, generation)
-        oldest = self._clean(generation)
+        self.oldest = self._clean()
         for one in packed.pictured:
-            if hasattr(one, "settled"):
-                one.settled(oldest)
+            if self.oldest is not None and hasattr(one, "settled"):
+                one.settled(self.oldest[0])
         return generation
 
     def _write(self, draft: Path, packed: Packed) -> None:
@@ -118,33 +119,37 @@ class Snapshots:
         kept = sum(self.path(source).stat().st_size for source in sources)
         return bool(sources) and kept + packed.bytes > WASTE * sum(spot.bytes for spot in packed.spots)
 
-    def _clean(self, newest: int) -> int:
-        """Remove what no kept generation needs; gives the oldest that is kept."""
+    def _clean(self) -> tuple[int, dict[str, Any]] | None:
+        """Remove what no kept generation needs; gives the oldest that is kept, where all of those can be read."""
         there = self.generations()
         kept = there[-self.keep :]
-        needed = set(kept)
-        for generation in kept:
-            try:
-                with self._reading(self.path(generation)) as (read, size):
-                    spots = self._head(read, size, self.path(generation)).spots
-                needed |= {spot.source for spot in spots}
-            except InputError:
-                return there[0]  # cannot tell what it rests on: remove nothing
+        try:
+            tops = [self._top(generation) for generation in kept]
+        except InputError:
+            return None  # cannot tell what it rests on: remove nothing
+        needed = {*kept, *(spot.source for top in tops for spot in top.spots)}
         with files.named(self.folder, "clean"):
             for generation in there:
                 if generation not in needed:
                     files.remove(self.path(generation))
             for draft in self.folder.glob("*.draft"):
                 files.remove(draft)
-        return kept[0]
+        return kept[0], tops[0].mark
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def newest(self, device: str | torch.device = "cpu") -> tuple[Any, dict[str, Any], int] | None:
-        """Value, mark and generation of the newest that verifies; None where there is none at all."""
+    def newest(
+        self, device: str | torch.device = "cpu", check: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> tuple[Any, dict[str, Any], int] | None:
+        """Value, mark and generation of the newest that verifies; None where there is none at all.
+
+        `check` may refuse the mark before anything else is read.
+        """
         first: InputError | None = None
         for generation in reversed(self.generations()):
             try:
+                if check is not None:
+                    check(self._top(generation).mark)
                 found = self.read(generation, device)
             except DamagedError as error:
                 log.warning("%s; trying the generation before", error)
@@ -157,29 +162,23 @@ class Snapshots:
 
     def read(self, generation: int, device: str | torch.device = "cpu") -> tuple[Any, dict[str, Any]]:
         """One generation, every checksum verified."""
-        path = self.path(generation)
-        with self._reading(path) as (read, size):
-            top = self._head(read, size, path)
-            tensors: list[Any] = [None] * len(top.spots)
-            for source in sorted({spot.source for spot in top.spots}):
-                picked = [k for k, spot in enumerate(top.spots) if spot.source == source]
-                if source == 0:
-                    for k in picked:
-                        tensors[k] = tensor_at(top.spots[k], top.start, read, str(path), device)
-                    continue
-                other = self.path(source)
-                with self._reading(other) as (read_other, size_other):
-                    start = self._head(read_other, size_other, other).start
-                    for k in picked:
-                        tensors[k] = tensor_at(top.spots[k], start, read_other, str(other), device)
+        path, top = self.path(generation), self._top(generation)
+        tensors: list[Any] = [None] * len(top.spots)
+        for source in sorted({spot.source for spot in top.spots}):
+            other = self.path(source or generation)
+            start = self._top(source or generation).start
+            with self._reading(other) as (read, _):
+                for k, spot in enumerate(top.spots):
+                    if spot.source == source:
+                        tensors[k] = tensor_at(spot, start, read, str(other), device)
         value = built(top.tree, tensors, self.kinds, str(path))
         self._remember(tensors, top.spots, generation)
         return value, top.mark
 
-    def mark(self, generation: int) -> dict[str, Any]:
+    def _top(self, generation: int) -> Head:
         path = self.path(generation)
         with self._reading(path) as (read, size):
-            return self._head(read, size, path).mark
+            return self._head(read, size, path)
 
     def _head(self, read: Read, size: int, path: Path) -> Head:
         top = head(read, str(path))
