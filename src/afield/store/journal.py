@@ -1,10 +1,11 @@
 """The journal of a live server: every update, whole, on the disk before it is folded.
 
 A segment is a head and then records; each record is a frame of 64 bytes and what pack.py makes of its value. The
-frame says which record was the last known to be on the disk when this one was written. So damage can be told from
-an interrupted write: a bad record that a later one calls synced was acknowledged, and is refused with its number; any
-other was never promised to anyone, and is cut off together with what follows it. The frame begins with eight bytes
-that are drawn for each segment, so that nothing a client sends can pass for a frame.
+frame says which record was the last known to be on the disk when this one was written, and after every sync comes a
+frame that says nothing else. So damage can be told from an interrupted write: a bad record that a later frame calls
+synced was acknowledged, and is refused with its number; any other was never promised to anyone, and is cut off
+together with what follows it. The frame begins with eight bytes that are drawn for each segment, so that nothing a
+client sends can pass for a frame.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -116,8 +118,7 @@ class Journal:
         assert self.number is not None
         number, offset = self.number + 1, self.bytes
         packed = pack(value, self.kinds, {"number": number})
-        frame = FRAME.pack(self.salt, number, self.synced, packed.bytes, 0)[:-4]
-        frame = (frame + struct.pack("<I", zlib.crc32(frame))).ljust(ROOM, b"\0")
+        frame = _frame(self.salt, number, self.synced, packed.bytes)
         try:
             with files.named(self._path, "write"):
                 self.bytes += files.write(self.fd, [frame, *packed.pieces])
@@ -159,6 +160,14 @@ class Journal:
             self.broken = str(error)
             raise
         self.synced = self.number
+        self._witness(self.number)
+
+    def _witness(self, number: int) -> None:
+        """Note that this record is on the disk. The note itself need not be: where it is lost, nothing else is."""
+        try:
+            self.bytes += files.write(self.fd, [_frame(self.salt, number, number, 0)])
+        except OSError:
+            self.cut(Place(number, self.bytes))
 
     def rotate(self) -> int:
         """End the segment and begin the next; gives the number of the last record before it, now on the disk."""
@@ -174,7 +183,8 @@ class Journal:
             self.sync()
         except InputError:
             os.close(made)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             if not self.broken:
                 self.cut(old)
             raise
@@ -233,7 +243,8 @@ class Journal:
                 files.rename(draft, path)
             except OSError:
                 os.close(fd)
-                draft.unlink(missing_ok=True)
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
                 raise
         return fd
 
@@ -266,7 +277,7 @@ class Journal:
                 )
                 break
             with _Segment(self.path(first), first) as segment:
-                while segment.offset < segment.size:
+                while segment.more(number):
                     try:
                         value = segment.next(number + 1, self.kinds, device)
                     except DamagedError as error:
@@ -312,6 +323,11 @@ class Journal:
             files.sync_folder(self.folder)
 
 
+def _frame(salt: bytes, number: int, synced: int, size: int) -> bytes:
+    frame = FRAME.pack(salt, number, synced, size, 0)[:-4]
+    return (frame + struct.pack("<I", zlib.crc32(frame))).ljust(ROOM, b"\0")
+
+
 def _sent(update: Update) -> Update:
     """What came from the client; base and correction were leased, and the server has them."""
     return replace(update, base=None, correction=None)
@@ -346,12 +362,17 @@ class _Segment:
     def _from(self, start: int) -> Read:
         return lambda out, offset: files.read(self.fd, out, start + offset)
 
+    def more(self, number: int) -> bool:
+        """Whether anything follows; what only says that records up to this one were synced is passed over."""
+        while self._frame_at(self.offset) == Frame(number, number, 0):
+            self.offset += ROOM
+        return self.offset < self.size
+
     def next(self, number: int, kinds: Mapping[str, Kind], device: str | torch.device) -> Any:
         """The record at the offset, which moves on only if it is right and has this number."""
         name = f"record {number} of {self.path}"
-        room = bytearray(ROOM)
-        found = self._frame(room) if files.read(self.fd, room, self.offset) else None
-        if found is None or found.number != number or any(room[FRAME.size :]):
+        found = self._frame_at(self.offset)
+        if found is None or found.number != number:
             raise DamagedError(f"{name} is damaged or cut short at its beginning")
         start = self.offset + ROOM
         if start + found.bytes > self.size:
@@ -362,6 +383,11 @@ class _Segment:
             raise DamagedError(f"{name} holds another record")
         self.offset = start + found.bytes
         return value
+
+    def _frame_at(self, offset: int) -> Frame | None:
+        room = bytearray(ROOM)
+        whole = files.read(self.fd, room, offset) and not any(room[FRAME.size :])
+        return self._frame(room) if whole else None
 
     def _frame(self, room: bytes | bytearray) -> Frame | None:
         salt, number, synced, length, checksum = FRAME.unpack(room[: FRAME.size])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class Snapshots:
             with files.named(path, "name"):
                 files.rename(draft, path)
         except InputError:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
             raise
         self._remember(packed.tensors, packed.spots, generation)
         self.oldest = self._clean()
@@ -174,6 +175,9 @@ class Snapshots:
         value = built(top.tree, tensors, self.kinds, str(path))
         self._remember(tensors, top.spots, generation)
         return value, top.mark
+
+    def mark(self, generation: int) -> dict[str, Any]:
+        return self._top(generation).mark
 
     def _top(self, generation: int) -> Head:
         path = self.path(generation)
