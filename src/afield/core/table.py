@@ -100,7 +100,7 @@ class ClientTable:
     rows: dict[int, Tensor] = field(default_factory=dict)  # those written and in memory
     scales: dict[int, Tensor] = field(default_factory=dict)  # int8 only: one per block
     file: RowFile | None = None  # where the rows are if not in memory (core/places.py)
-    # rows change by torch's operations only, which it counts: a snapshot writes those that changed
+    # rows change by torch's own operations only, which it counts: a snapshot leaves out those that did not
     steady: ClassVar[bool] = True
 
     @classmethod
