@@ -34,40 +34,49 @@ def tables(state: Any, name: str = "") -> Iterator[tuple[str, ClientTable]]:
             yield from tables(getattr(state, column.name), f"{name}-{column.name}".lstrip("-"))
 
 
-def choose(kind: str, state: Any, folder: Path | None = None) -> str:
+def choose(kind: str, state: Any) -> str:
     """Memory or disk: "auto" is the disk where the rows of all clients exceed half of the free memory."""
     one_of("table", kind, KINDS)
     found = [table for _, table in tables(state)]
     if kind != "auto" or not found:
         return "memory" if kind == "auto" else kind
-    need, free = sum(table.clients * table.length for table in found), free_memory(found[0].blank.device)
+    need, free = sum(map(size, found)), free_memory(found[0].blank.device)
     chosen = "disk" if need > SHARE * free else "memory"
-    told = (
-        f"{found[0].clients} rows of {found[0].width} elements ({found[0].precision}): {need / 2**30:.1f} GiB"
+    log.log(
+        logging.WARNING if chosen == "disk" else logging.DEBUG,
+        "table = %s: %d rows of %d elements (%s) take %.1f GiB, %.1f GiB of memory are free",
+        *(chosen, found[0].clients, found[0].width, found[0].precision, need / 2**30, free / 2**30),
     )
-    if chosen == "memory":
-        log.debug("table = memory: %s, %.1f GiB of memory are free", told, free / 2**30)
-    else:
-        room = free_disk(folder)
-        log.warning(
-            "table = disk: %s, above half of the %.1f GiB of memory that are free; the disk has %.1f GiB%s",
-            told,
-            free / 2**30,
-            room / 2**30,
-            ", which is too little once all clients were heard" if room < need else "",
-        )
     return chosen
+
+
+def size(table: ClientTable) -> int:
+    """Bytes that a table takes once all clients were heard."""
+    return table.clients * table.length
 
 
 def place(state: Any, kind: str, folder: Path | None = None, generation: int = 0) -> None:
     """Let the tables be of this kind. Those that came from the snapshot of this number find their files again."""
     for name, table in tables(state):
         if table.file is None and kind == "disk":
+            where = folder or Path(tempfile.gettempdir())
+            if size(table) > free_disk(where):
+                log.warning(
+                    "table = disk: %s has %.1f GiB free, the rows of all %d clients take %.1f",
+                    *(where, free_disk(where) / 2**30, table.clients, size(table) / 2**30),
+                )
             table.move(RowFile(f"{name}.rows", table.length, folder=folder))
         elif table.file is not None and table.file.at is None:
             table.file.folder = folder
             if table.file.slots:
                 table.file.open(generation)
+
+
+def discard(state: Any) -> None:
+    """Remove the files of a run that is over; the rows can be read as long as the process lives."""
+    for _, table in tables(state):
+        if table.file is not None and table.file.at is not None and table.file.folder is not None:
+            Path(table.file.at.path).unlink(missing_ok=True)
 
 
 def free_memory(device: torch.device) -> int:
@@ -78,11 +87,10 @@ def free_memory(device: torch.device) -> int:
     return min(bound for bound in bounds if bound is not None)
 
 
-def free_disk(folder: Path | None) -> int:
-    place = folder or Path(tempfile.gettempdir())
-    while not place.exists():
-        place = place.parent
-    found = os.statvfs(place)
+def free_disk(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 

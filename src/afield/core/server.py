@@ -107,7 +107,7 @@ class Server:
 
         Without a folder files are temporary. A state that came from a snapshot of this number finds its files there.
         """
-        chosen = choose(kind, self.state, folder)
+        chosen = choose(kind, self.state)
         self._home = (chosen, folder)
         place(self.state, chosen, folder, generation)
         return chosen

@@ -121,6 +121,11 @@ class ClientTable:
         """Bytes that a row takes in a file."""
         return aligned(self._scales_from + 4 * self._blocks)
 
+    @property
+    def in_file(self) -> int:
+        """Bytes of the rows that are in a file now."""
+        return 0 if self.file is None else len(self.file.slots) * self.length
+
     def has(self, client: int) -> bool:
         """Whether this client's row was ever written."""
         return client in (self.rows if self.file is None else self.file.slots)
