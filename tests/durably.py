@@ -1,4 +1,4 @@
-"""A scripted life of a durable server: act number i depends on nothing but i and the server, so any restart goes on."""
+"""A scripted life of a durable server: an act depends on nothing but its number and the server."""
 
 from __future__ import annotations
 

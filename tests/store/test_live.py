@@ -19,6 +19,7 @@ from playback import BATTERY, same
 from afield.core.errors import InputError
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt
+from afield.store import files
 from afield.store.journal import Journal
 from afield.store.live import Durable
 from afield.strategies import ACE, FedAsync, FedBuff, MRAsyncFL
@@ -56,8 +57,7 @@ def left(door: Durable) -> Iterator[Durable]:
     try:
         yield door
     finally:
-        door.journal.close()
-        door.owner.free()
+        door.leave()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,41 +86,82 @@ def test_replay_gives_the_receipts_that_were_given(tmp_path: Path) -> None:
         assert len(seen) == 10
 
 
-def test_an_update_counts_once_also_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end", ["crash", "close"]
+)  # the receipt comes from the journal, or from the snapshot
+def test_a_retry_gets_its_first_receipt_also_after_a_restart(end: str, tmp_path: Path) -> None:
     strategy = MRAsyncFL()
-    with left(durable(strategy, tmp_path)) as door:
-        task = door.checkout(2, 0.0)
+    with durable(strategy, tmp_path) as door:
+        task, other = door.checkout(2, 0.0), door.checkout(3, 0.0)
         update = LocalResult(trained(door.server, task), 3, 1, 0.1).answer(task, 1.0)
-        assert door.submit(update).refused == ""
+        receipt = door.submit(update)
+        assert receipt.refused == "" and receipt.version == 1
         before = door.journal.number
-        assert door.submit(update).refused == "closed"
-        assert door.journal.number == before  # a refusal is not journalled
-    with left(durable(strategy, tmp_path)) as door:
-        assert door.submit(update).refused == "closed"
-        other = door.checkout(2, 2.0)
-        assert (other.number, other.count, other.version) == (1, 1, 1)
+        assert door.submit(replace(update, arrived=9.0)) == receipt
+        assert door.journal.number == before  # it is not journalled again
+        server = door.server
+        if end == "crash":
+            door.leave()
+            door._since = 0
+    for _ in range(2):
+        with durable(strategy, tmp_path) as door:
+            assert door.submit(update) == receipt == door.receipt(task.number)
+            forged = replace(update, task=replace(task, client=3))
+            assert door.submit(forged).refused == "closed"  # the same number, another task
+            assert (door.task(task.number), door.task(other.number)) == (None, other)
+            assert equal(door.server, server)
+    with durable(strategy, tmp_path) as door:
+        third = door.checkout(2, 2.0)
+        assert (third.number, third.count, third.version) == (2, 1, 1)
 
 
-def test_a_batch_is_one_sync_and_its_second_twin_is_refused_also_in_the_replay(tmp_path: Path) -> None:
-    from afield.store import files
+def test_only_so_many_receipts_are_remembered(tmp_path: Path) -> None:
+    updates = []
+    with durable(FedAsync(), tmp_path, remember=2) as door:
+        for client in range(4):
+            task = door.checkout(client, 0.0)
+            updates.append(LocalResult(trained(door.server, task), 3, 1, 0.1).answer(task, 1.0))
+            door.submit(updates[-1])
+    with durable(FedAsync(), tmp_path, remember=2) as door:
+        assert [r.refused for r in door.submit_all(updates)] == ["closed", "closed", "", ""]
+        assert list(door.receipts) == [2, 3]
 
+
+def test_a_batch_is_one_sync_and_its_second_twin_gets_the_receipt_of_the_first(tmp_path: Path) -> None:
     strategy, synced = FedAsync(), []
     with left(durable(strategy, tmp_path, fsync="batch")) as door:
         tasks = [door.checkout(client, 0.0) for client in range(4)]
         updates = [LocalResult(trained(door.server, t), 3, 1, 0.1).answer(t, 1.0) for t in tasks]
-        updates.append(updates[0])
+        updates.append(replace(updates[0], arrived=2.0))
         updates.append(replace(updates[1], examples=0))
         files.before = lambda act, fd, pieces: synced.append((act, door.server.version))
         try:
             receipts = door.submit_all(updates)
         finally:
             files.before = None
-        assert [r.refused for r in receipts] == ["", "", "", "", "closed", "no-examples"]
-        assert synced == [("write", 0)] * 5 + [("fsync", 0)]  # all of it before the first fold
+        assert [r.refused for r in receipts] == ["", "", "", "", "", "no-examples"]
+        assert receipts[4] == receipts[0]
+        # all of it before the first fold; the last is the note that the rest is on the disk
+        assert synced == [("write", 0)] * 4 + [("fsync", 0), ("write", 0)]
         server = door.server
     with left(durable(strategy, tmp_path, fsync="batch")) as door:
         assert equal(door.server, server)
-        assert [r.refused for r in door.replayed] == ["", "", "", "", "closed"]
+        assert door.replayed == receipts[:4]
+
+
+def test_an_update_that_gets_too_stale_within_its_batch_is_refused_also_in_the_replay(tmp_path: Path) -> None:
+    def fresh() -> Durable:
+        return Durable(Server(FedAsync(), torch.zeros(3), 5, max_staleness=1), tmp_path)
+
+    with left(fresh()) as door:
+        tasks = [door.checkout(client, 0.0) for client in range(4)]
+        updates = [LocalResult(torch.ones(3), 3, 1, 0.1).answer(t, 1.0) for t in tasks]
+        receipts = door.submit_all([*updates, updates[3]])
+        assert [r.refused for r in receipts] == ["", "", "too-stale", "too-stale", "too-stale"]
+        server = door.server
+    with left(fresh()) as door:
+        assert equal(door.server, server)
+        assert door.replayed == receipts[:4]
 
 
 def test_acts_that_were_refused_are_refused_again(tmp_path: Path) -> None:
@@ -185,7 +226,7 @@ def test_a_folder_of_another_server_is_refused_and_left_as_it_was(what: str, tmp
     else:
         about = {"model": "mlp"}
     with (
-        pytest.raises(InputError, match="is of a server with .*: give what it was begun with"),
+        pytest.raises(InputError, match=r"is of a server with .*: give what it was begun with"),
         Durable(server, tmp_path, about=about),
     ):
         pass
@@ -299,9 +340,9 @@ def test_a_fold_that_was_interrupted_stops_the_server(
             patch.setattr(FedBuff, "receive", lambda self, state, update: stop(state, update))
             with pytest.raises(KeyboardInterrupt):
                 live(door, acts)
-        with pytest.raises(InputError, match="interrupted while it was folded"):
+        with pytest.raises(InputError, match="an act was interrupted half-way: start"):
             door.snapshot()
-        with pytest.raises(InputError, match="interrupted while it was folded"):
+        with pytest.raises(InputError, match="an act was interrupted half-way: start"):
             live(door, acts)
     with left(durable(strategy, folder)) as door:
         live(door, acts)
@@ -310,8 +351,6 @@ def test_a_fold_that_was_interrupted_stops_the_server(
 
 def test_a_sync_that_failed_is_never_trusted_again(tmp_path: Path) -> None:
     """The system may drop what it could not write, and report success the next time."""
-    from afield.store import files
-
     strategy = FedAsync()
 
     def fail(act: str, fd: int, pieces: Any) -> None:
@@ -373,7 +412,7 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     if not sealed(folder):
         pytest.skip("no way to make a folder read-only for this user here")
     try:
-        with pytest.raises(InputError, match="owner.lock.*not allowed: choose a folder that can be written"):
+        with pytest.raises(InputError, match=r"owner.lock.*not allowed: choose a folder that can be written"):
             durable(FedAsync(), folder).__enter__()
     finally:
         unsealed(folder)
