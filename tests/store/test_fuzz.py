@@ -16,14 +16,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-from durably import acts_of, durable, live
+from durably import acts_of, durable, equal, live
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from playback import same
 
 from afield.core.errors import InputError
-from afield.core.server import Server
 from afield.store.live import Durable
 from afield.strategies import MRAsyncFL
 
@@ -94,20 +91,12 @@ class Kept:
             return "named" if str(self.folder) in str(error) else f"unnamed: {error}"
         _left(door)
         assert self.least <= door.acts
-        assert _equal(door.server, self.states[door.acts])
+        assert equal(door.server, self.states[door.acts])
         return "whole" if door.acts == len(self.acts) else f"{len(self.acts) - door.acts} short"
 
 
 def _left(door: Durable) -> None:
     door.leave()
-
-
-def _equal(one: Server, two: Server) -> bool:
-    return (
-        same(one.state, two.state)
-        and (one.counts, one.issued, list(one.leases)) == (two.counts, two.issued, list(two.leases))
-        and all(torch.equal(lease.base, two.leases[number].base) for number, lease in one.leases.items())
-    )
 
 
 def edited(data: bytes, changes: list[Edit]) -> bytes:
