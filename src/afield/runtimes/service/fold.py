@@ -32,6 +32,8 @@ class Door(Protocol):
 
     @property
     def server(self) -> Server: ...
+    @property
+    def broken(self) -> str: ...
     def checkout(self, client: int, now: float, version: int | None = None) -> Task: ...
     def cancel(self, task: Task) -> None: ...
     def close_round(self) -> int: ...
@@ -177,8 +179,7 @@ class Fold:
         """A full disk passes; anything else leaves a state that only the journal can make good."""
         if not isinstance(error, InputError):
             log.exception("the fold failed")
-        if not isinstance(error, InputError) or "start" in str(error):
-            self.broken = self.broken or str(error)
+        self.broken = self.broken or self.door.broken
         return error
 
     # -- on the event loop ------------------------------------------------------------------------------------
