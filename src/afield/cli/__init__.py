@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run
+from afield.cli import advise, catalogue, papers, run, serve
 from afield.core.errors import InputError
 from afield.reports.load import LoadError
 
@@ -44,6 +44,12 @@ app.command("compare")(run.compare)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
+app.command("serve")(serve.serve)
+app.command("join")(serve.join)
+app.command("status")(serve.status)
+app.command("promote")(serve.promote)
+app.command("rollback")(serve.rollback)
+app.add_typer(serve.tokens, name="token")
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

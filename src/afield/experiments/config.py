@@ -95,7 +95,7 @@ class Runtime:
     receipts: bool = True  # likewise the log of updates, which needs pyarrow
 
     def __post_init__(self) -> None:
-        one_of("name", self.name, ("simulator",))
+        one_of("name", self.name, ("simulator", "service"))
         one_of("table", self.table, KINDS)
         for name in ("threads", "block"):
             if getattr(self, name) is not None:
@@ -311,6 +311,14 @@ def load_class(name: str) -> type:
         _LOADED[key] = found
         _NAMES[found] = name
     return _LOADED[key]
+
+
+def load_module(name: str) -> type:
+    """A network's class from a file of the user's: FILE.py:CLASS. This runs the file, too."""
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise InputError(f"--model {name} is not FILE.py:CLASS of a file that is there")
+    return _imported(Path(path), attribute)
 
 
 def _imported(file: Path, attribute: str) -> type:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -78,16 +78,21 @@ class RunFolder:
     def _flush(self) -> None:
         if not self._rows and self._files:
             return
-        import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
-        from pyarrow import parquet
-
-        columns = {}
-        for column in fields(Receipt):
-            kind = getattr(pa, _KINDS[str(column.type)])()
-            columns[column.name] = pa.array([getattr(row, column.name) for row in self._rows], kind)
-        parquet.write_table(pa.table(columns), self.path / "receipts" / f"{self._files:05d}.parquet")
+        write_receipts(self._rows, self.path / "receipts" / f"{self._files:05d}.parquet")
         self._files += 1
         self._rows.clear()
+
+
+def write_receipts(rows: Sequence[Receipt], path: Path) -> None:
+    """One file of the log."""
+    import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
+    from pyarrow import parquet
+
+    columns = {}
+    for column in fields(Receipt):
+        kind = getattr(pa, _KINDS[str(column.type)])()
+        columns[column.name] = pa.array([getattr(row, column.name) for row in rows], kind)
+    parquet.write_table(pa.table(columns), path)
 
 
 def check_new(path: Path) -> None:

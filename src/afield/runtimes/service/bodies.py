@@ -26,7 +26,9 @@ class Room:
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
         if size > self.bytes:
-            raise Refusal("too-long", f"{size} bytes are more than the {self.bytes} that all updates may take")
+            raise Refusal(
+                "too-long", f"{size} bytes are more than the {self.bytes} that all updates may take"
+            )
         if self._queue or self.free < size:
             await self._wait(size)
         else:
@@ -98,7 +100,9 @@ async def body_of(request: Request, limit: int) -> bytearray:
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
-        raise Refusal("too-slow", f"{at} of {length} bytes came in {GRACE + length / SLOWEST:.0f} s") from None
+        raise Refusal(
+            "too-slow", f"{at} of {length} bytes came in {GRACE + length / SLOWEST:.0f} s"
+        ) from None
     if known and at != length:
         raise Refusal("bad-request", f"the body has {at} bytes, its content-length says {length}")
     return body

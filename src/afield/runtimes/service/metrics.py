@@ -24,11 +24,18 @@ class Metrics:
         self.received = Counter("afield_received_bytes", "Bytes of updates", **own)
         self.sent = Counter("afield_sent_bytes", "Bytes of models", **own)
         self.staleness = Histogram(
-            "afield_staleness", "Versions between base and arrival", buckets=(0, 1, 2, 5, 10, 20, 50, 100, 200), **own
+            "afield_staleness",
+            "Versions between base and arrival",
+            buckets=(0, 1, 2, 5, 10, 20, 50, 100, 200),
+            **own,
         )
         self.folds = Histogram("afield_fold_seconds", "One batch: sync and fold", buckets=SECONDS, **own)
         self.requests = Histogram(
-            "afield_request_seconds", "Time to the reply, by route and status", ["route", "status"], buckets=SECONDS, **own
+            "afield_request_seconds",
+            "Time to the reply, by route and status",
+            ["route", "status"],
+            buckets=SECONDS,
+            **own,
         )
         self.accuracy = Gauge("afield_accuracy", "The last measured accuracy", **own)
         self.loss = Gauge("afield_loss", "The last measured loss", **own)

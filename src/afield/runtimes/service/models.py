@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -72,7 +71,5 @@ class Kept:
         os.replace(draft, self._book)
         self.history = history
 
-    def pieces(self, version: int, size: int = 1 << 18) -> Iterator[bytes]:
-        with self.path(version).open("rb") as file:
-            while piece := file.read(size):
-                yield piece
+    def read(self, version: int) -> Tensor:
+        return self.wire.read(bytearray(self.path(version).read_bytes())).vector

@@ -84,7 +84,9 @@ class Rounds:
     after the first asked.
     """
 
-    def __init__(self, scheduler: Bernoulli | Cohort, scene: Scene, number: int = 0, begun: bool = False) -> None:
+    def __init__(
+        self, scheduler: Bernoulli | Cohort, scene: Scene, number: int = 0, begun: bool = False
+    ) -> None:
         self.scheduler, self.scene, self.number = scheduler, scene, number
         self.begun = begun  # tasks of this round were handed out
         self.members: set[int] = set()  # their clients, as long as they are out
@@ -170,7 +172,14 @@ class Rounds:
 
 
 def plan_for(
-    strategy: Any, scheduler: Any, rounds: Bernoulli | Cohort, scene: Scene, *, number: int, begun: bool, once: bool
+    strategy: Any,
+    scheduler: Any,
+    rounds: Bernoulli | Cohort,
+    scene: Scene,
+    *,
+    number: int,
+    begun: bool,
+    once: bool,
 ) -> Free | Rounds:
     """The plan of a strategy; what only makes sense on a virtual clock is refused."""
     pace = getattr(strategy, "pace", "arrival")
@@ -179,5 +188,7 @@ def plan_for(
     if pace == "tick" or isinstance(scheduler, Ticks):
         raise InputError("ticks are of virtual time: a service needs per = 'arrival' and another scheduler")
     if isinstance(scheduler, SampledStaleness):
-        raise InputError("sampled-staleness draws who is late: a service has clients that are; use 'all' or 'concurrency'")
+        raise InputError(
+            "sampled-staleness draws who is late: a service has clients that are; use 'all' or 'concurrency'"
+        )
     return Free(scheduler.bind(scene), once)

@@ -55,12 +55,21 @@ class Private:
     """Makes updates private, and keeps the account."""
 
     def __init__(
-        self, settings: Privacy, strategy: Any, layout: Layout, key: bytes, counts: Mapping[int, int] | None = None
+        self,
+        settings: Privacy,
+        strategy: Any,
+        layout: Layout,
+        key: bytes,
+        counts: Mapping[int, int] | None = None,
     ) -> None:
         if not isinstance(strategy, FedBuff):
-            raise InputError(f"privacy is for fedbuff, whose steps are sums of clipped updates, not {type(strategy).__name__}")
+            raise InputError(
+                f"privacy is for fedbuff, whose steps are sums of clipped updates, not {type(strategy).__name__}"
+            )
         if not isinstance(strategy.weight, Constant):
-            raise InputError("privacy needs strategy.weight = 'constant': weights that differ would scale the noise too")
+            raise InputError(
+                "privacy needs strategy.weight = 'constant': weights that differ would scale the noise too"
+            )
         if layout.statistics:
             raise InputError(
                 f"the model has {layout.statistics} normalisation statistics, which are not clipped: use a model "
@@ -141,5 +150,7 @@ def secret(path: Path) -> bytes:
         raise InputError(f"{path} has the mode {mode:o}, others may read it: chmod 600 it, and ask who has")
     key = path.read_bytes()
     if len(key) != KEY:
-        raise InputError(f"{path} has {len(key)} bytes, a key has {KEY}: restore it, or remove it to begin anew")
+        raise InputError(
+            f"{path} has {len(key)} bytes, a key has {KEY}: restore it, or remove it to begin anew"
+        )
     return key

@@ -22,7 +22,11 @@ MEANING: dict[str, tuple[int, str, str]] = {
     "no-correction": (404, "correct", "this task has no correction: train without"),
     "never-leased": (404, "new-task", REFUSALS["never-leased"]),
     "closed": (410, "new-task", REFUSALS["closed"]),
-    "expired": (410, "new-task", "the lease ran out before the update came: ask for a new task, send heartbeats"),
+    "expired": (
+        410,
+        "new-task",
+        "the lease ran out before the update came: ask for a new task, send heartbeats",
+    ),
     "given-back": (410, "new-task", "the task was given back"),
     "round-over": (410, "new-task", "the round closed without this update"),
     "too-stale": (410, "new-task", REFUSALS["too-stale"]),
@@ -46,7 +50,7 @@ MEANING: dict[str, tuple[int, str, str]] = {
 
 
 @dataclass(eq=False)
-class Refusal(Exception):  # noqa: N818: it is a reply, not a fault
+class Refusal(Exception):  # noqa: N818 (a reply, not a fault)
     """A request that is answered by no."""
 
     reason: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -95,6 +96,9 @@ class Service:
         self.private = parts.private
         self.kept = Kept(parts.folder / "models", self.wire, parts.terms.keep)
         self.audit = Audit(parts.folder / "audit.jsonl")
+        self.tag = hashlib.blake2s(
+            f"{parts.name} {parts.founded}".encode(), digest_size=6
+        ).hexdigest()  # of this run
         self.began = time.monotonic()
         self._offset = max(0.0, time.time() - parts.founded)
         self.fold = Fold(parts.door, self._told, ended=ended)
@@ -155,7 +159,9 @@ class Service:
         self._later(1.0, self._tick)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        self._timers = [timer for timer in self._timers if not timer.cancelled() and timer.when() > self.fold.loop.time()]
+        self._timers = [
+            timer for timer in self._timers if not timer.cancelled() and timer.when() > self.fold.loop.time()
+        ]
         self._timers.append(self.fold.loop.call_later(seconds, what))
 
     def job(self, work: Any) -> None:
@@ -229,7 +235,9 @@ class Service:
         shelf = self.desk.shelf
         if shelf.newest is not None and shelf.newest.version == self.fold.version:
             return shelf.newest.version, shelf.newest.vector
-        version, vector = await self.fold.put(Act.CALL, lambda door: (door.server.version, door.server.model()))
+        version, vector = await self.fold.put(
+            Act.CALL, lambda door: (door.server.version, door.server.model())
+        )
         shelf.put(version, vector)
         return version, vector
 

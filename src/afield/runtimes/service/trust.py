@@ -80,7 +80,12 @@ class Book:
     # -- changing ---------------------------------------------------------------------------------------------
 
     def add(
-        self, clients: Iterable[int] | None, *, operator: bool = False, note: str = "", certificate: bytes | None = None
+        self,
+        clients: Iterable[int] | None,
+        *,
+        operator: bool = False,
+        note: str = "",
+        certificate: bytes | None = None,
     ) -> tuple[Holder, str]:
         """A new holder, and its token: the only time that it can be seen. For a certificate (DER) there is none."""
         self._read()
@@ -109,7 +114,9 @@ class Book:
         """A new token in place of this one, which ends."""
         old = self.revoke(name)
         if old.kind != "token":
-            raise InputError(f"{name} is a certificate: add the new one with afield token add --certificate FILE")
+            raise InputError(
+                f"{name} is a certificate: add the new one with afield token add --certificate FILE"
+            )
         return self.add(old.clients, operator=old.operator, note=old.note)
 
     # -- the file ---------------------------------------------------------------------------------------------
@@ -138,7 +145,9 @@ class Book:
             rows = json.loads(self.path.read_text(encoding="utf-8"))["holders"]
             found = [Holder(**{**row, "clients": _tuple(row["clients"])}) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{self.path} cannot be read as a book of tokens ({error}): restore it") from error
+            raise InputError(
+                f"{self.path} cannot be read as a book of tokens ({error}): restore it"
+            ) from error
         self.holders = {holder.id: holder for holder in found}
 
     def _write(self) -> None:
@@ -198,6 +207,8 @@ class Rates:
         return max(0.0, (1.0 - left) / self.rate)
 
     def _forget(self, now: float) -> None:
-        full = [k for k, (left, when) in self._buckets.items() if left + (now - when) * self.rate >= self.burst]
+        full = [
+            k for k, (left, when) in self._buckets.items() if left + (now - when) * self.rate >= self.burst
+        ]
         for key in full or list(self._buckets)[: self.MOST // 2]:
             del self._buckets[key]

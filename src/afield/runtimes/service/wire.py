@@ -20,7 +20,13 @@ from afield.core.flat import Layout
 
 TYPE = "application/vnd.safetensors"
 FORMS = {"full": None, "bf16": torch.bfloat16, "int8": torch.int8}
-NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+NAMES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+}
 TYPES = {name: dtype for dtype, name in NAMES.items()}
 SCALES = "afield.scales"
 CONTENTS = ("model", "delta")
@@ -75,7 +81,11 @@ class Wire:
             at = end
         if form == "int8":
             # the factors come last but must be aligned: the format takes care of that for who writes them first
-            head[SCALES] = {"dtype": "F32", "shape": [len(self.sizes)], "data_offsets": [at, at + 4 * len(self.sizes)]}
+            head[SCALES] = {
+                "dtype": "F32",
+                "shape": [len(self.sizes)],
+                "data_offsets": [at, at + 4 * len(self.sizes)],
+            }
         return framed(head)
 
     def rounded(self, vector: Tensor, form: str) -> tuple[list[memoryview], Tensor]:
@@ -109,7 +119,10 @@ class Wire:
         if dtype == self.layout.dtype:
             return Body(vector, content == "delta")
         if content != "delta":
-            refuse("wrong-type", f"a model is sent as {NAMES[self.layout.dtype]}; {NAMES[dtype]} holds differences")
+            refuse(
+                "wrong-type",
+                f"a model is sent as {NAMES[self.layout.dtype]}; {NAMES[dtype]} holds differences",
+            )
         if dtype == torch.int8:
             return Body(self._scaled(body, start, vector, scales), True)
         return Body(vector.to(self.layout.dtype), True)
@@ -121,7 +134,9 @@ class Wire:
         if len(head) > len(self.sizes):
             other = next(name for name in head if name not in set(self.layout.names))
             refuse("wrong-tensors", f"tensor {other[:80]!r} is not of this model: leave it out")
-        entries = [(name, head[name], list(shape)) for name, shape in zip(self.layout.names, self.layout.shapes)]
+        entries = [
+            (name, head[name], list(shape)) for name, shape in zip(self.layout.names, self.layout.shapes)
+        ]
         if scales is not None:
             entries.append((SCALES, scales, [len(self.sizes)]))
         kinds, spans, places = set(), [], {}
@@ -136,19 +151,27 @@ class Wire:
                 places[name] = (kind, begin)
         allowed = {NAMES[self.layout.dtype], "BF16", "I8"}
         if len(kinds) != 1 or not kinds <= allowed:
-            refuse("wrong-type", f"tensors of type {', '.join(sorted(kinds))}: send all as one of {', '.join(sorted(allowed))}")
+            refuse(
+                "wrong-type",
+                f"tensors of type {', '.join(sorted(kinds))}: send all as one of {', '.join(sorted(allowed))}",
+            )
         if (kinds == {"I8"}) != (scales is not None):
             refuse("malformed", f"I8 comes with {SCALES}, other types without")
         at = 0
         for begin, end in sorted(spans):
             if begin != at:
-                refuse("malformed", f"data has a gap or an overlap at byte {min(begin, at)}: tensors must lie side by side")
+                refuse(
+                    "malformed",
+                    f"data has a gap or an overlap at byte {min(begin, at)}: tensors must lie side by side",
+                )
             at = end
         if at != room:
             refuse("malformed", f"the data has {room} bytes, its header speaks of {at}")
         return places
 
-    def _gathered(self, body: Any, start: int, places: dict[str, tuple[str, int]], dtype: torch.dtype) -> Tensor:
+    def _gathered(
+        self, body: Any, start: int, places: dict[str, tuple[str, int]], dtype: torch.dtype
+    ) -> Tensor:
         width = dtype.itemsize
         straight = all(
             places[name][1] == offset * width or not count
@@ -165,7 +188,9 @@ class Wire:
 
     def _scaled(self, body: Any, start: int, vector: Tensor, scales: Any) -> Tensor:
         begin, end = scales["data_offsets"]
-        factors = torch.frombuffer(bytearray(memoryview(body)[start + begin : start + end]), dtype=torch.float32)
+        factors = torch.frombuffer(
+            bytearray(memoryview(body)[start + begin : start + end]), dtype=torch.float32
+        )
         whole = torch.empty(self.layout.size, dtype=self.layout.dtype)
         for offset, count, factor in zip(self.layout.offsets, self.sizes, factors.tolist(), strict=True):
             torch.mul(vector[offset : offset + count], factor, out=whole[offset : offset + count])
