@@ -87,7 +87,7 @@ def serve(
         chosen, out, safe, name=name, terms=terms, keeping=Keeping(fsync, keep), privacy=privacy, own=model
     ) as parts:
         path, new = first_token(safe)
-        why = listen_and_serve(parts, listen, lambda url: _greet(url, path, new))
+        why = listen_and_serve(parts, listen, lambda url, _: _greet(url, path, new))
         if why:
             raise InputError(f"the service ended: {why}")
 
@@ -293,7 +293,9 @@ def list_(out: Folder = FOLDER, keys: Keys = None) -> None:
         state = f"revoked {holder.revoked}" if holder.revoked else "valid"
         role = "operator" if holder.operator else "client"
         print(
-            f"{holder.id}  {holder.kind:11}  {role:8}  clients {whom}  made {holder.made}  {state}  {holder.note}".rstrip()
+            f"{holder.id}  {holder.kind:11}  {role:8}  clients {whom}",
+            f"made {holder.made}  {state}  {holder.note}".rstrip(),
+            sep="  ",
         )
 
 

@@ -129,7 +129,7 @@ def _server(chosen: Config, own: str | None) -> tuple[Server, Layout, Scene, Any
 
 
 def own_module(name: str, seed: int) -> nn.Module:
-    """A network of the user's: FILE.py:CLASS, made without arguments. This runs the file: name only what you trust."""
+    """A network of the user's: FILE.py:CLASS, made without arguments. This runs the file: name what you trust."""
     kind = load_module(name)
     state = torch.default_generator.get_state()
     try:

@@ -1,4 +1,4 @@
-"""Bodies: read as they come, into memory of which there is a bounded amount, and within a time that their length allows."""
+"""Bodies: read as they come, into a bounded amount of memory, within a time that their length allows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The one thread that touches the server's state. Whoever wants something of it puts it on a bounded queue.
 
 What waits when the thread turns to the queue is done together: first the updates, in the order of their arrival and
-with one sync for all (group commit), then what was cancelled, then ends of rounds, then new tasks, which so start from
-the newest version.
+with one sync for all (group commit), then what was cancelled, then ends of rounds, then new tasks, which so start
+from the newest version.
 """
 
 from __future__ import annotations
@@ -132,8 +132,10 @@ class Fold:
             answers: list[tuple[Order, Any]] = []
             updates = [order for order in orders if order.act is Act.SUBMIT]
             receipts = self._submit(updates, answers) if updates else []
-            for order in sorted((o for o in orders if o.act is not Act.SUBMIT), key=lambda o: o.act):
-                answers.append((order, self._do(order)))
+            rest = sorted(
+                (order for order in orders if order.act is not Act.SUBMIT), key=lambda order: order.act
+            )
+            answers.extend((order, self._do(order)) for order in rest)
             version = self.door.server.version
             batch = Batch(receipts, version, time.perf_counter() - began)
             self.loop.call_soon_threadsafe(self._deliver, batch, answers)

@@ -1,4 +1,4 @@
-"""The description that is served at /openapi.json: all that a client in another language needs, beside safetensors."""
+"""The description at /openapi.json: all that a client in another language needs, beside safetensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from afield.runtimes.service.wire import TYPE
 JSON = "application/json"
 LARGEST = 2**53
 NUMBER = {"type": "integer", "minimum": 0, "maximum": LARGEST}
+UPDATE = (
+    "Send the update. May be sent any number of times: it counts once, each reply is the first receipt. The body is "
+    "a safetensors file with every tensor of the model, in its type (metadata content = model or delta), or the "
+    "difference to the base as BF16, or as I8 with afield.scales."
+)
 SECONDS = {"type": "number", "minimum": 0, "maximum": 3600}
 
 
@@ -59,7 +64,7 @@ def description(limit: int) -> dict[str, Any]:
             },
             "/v1/tasks/{number}/heartbeat": {
                 "post": operation(
-                    "Renew the lease. With `wait` the answer comes when the time is up, or as soon as the task has ended.",
+                    "Renew the lease. With `wait` the answer comes when that is over, or when the task has ended.",
                     {"200": task, **refusals(400, 404, 410)},
                     number,
                     lease,
@@ -69,9 +74,7 @@ def description(limit: int) -> dict[str, Any]:
             "/v1/tasks/{number}/update": {
                 "put": {
                     **operation(
-                        "Send the update. May be sent any number of times: it counts once, and each reply is the first "
-                        "receipt. The body is a safetensors file with every tensor of the model, in its type (metadata "
-                        "content = model or delta), or the difference to the base as BF16, or as I8 with afield.scales.",
+                        UPDATE,
                         {"200": receipt, **refusals(400, 404, 408, 410, 413, 415, 422, 503)},
                         number,
                         lease,
@@ -124,8 +127,8 @@ def description(limit: int) -> dict[str, Any]:
             },
             "/v1/models/{version}": {
                 "get": operation(
-                    "A model: of an open task's version, latest, promoted, or a version that is kept. A version never "
-                    "changes: keep it by its ETag.",
+                    "A model: of an open task's version, latest, promoted, or a version that is kept. A version "
+                    "never changes: keep it by its ETag.",
                     {"200": file, "304": nothing, **refusals(400, 404)},
                     parameter(
                         "version",
@@ -226,7 +229,8 @@ def description(limit: int) -> dict[str, Any]:
                         "repeated",
                     ],
                     "properties": {
-                        **dict.fromkeys(("number", "client", "base", "examples", "bytes", "staleness", "version"), NUMBER),
+                        **dict.fromkeys(("number", "client", "base", "version"), NUMBER),
+                        **dict.fromkeys(("examples", "bytes", "staleness"), NUMBER),
                         **{name: {"type": "number"} for name in ("started", "arrived", "weight")},
                         **{name: {"type": "boolean"} for name in ("stepped", "hold", "repeated")},
                         "refused": {"const": ""},

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from afield.runtimes.service.protocol import Http
 from afield.runtimes.service.service import Parts, Service
 
 log = logging.getLogger(__name__)
+Started = Callable[[str, Callable[[], None]], None]
 DRAIN = 20.0  # seconds that running requests have when it is time to end
 
 
@@ -41,8 +43,8 @@ class Listen:
             raise InputError("--key and --client-ca belong to a certificate: give --cert FILE too")
         if self.cert is None and not self.insecure and not loopback(self.host):
             raise InputError(
-                f"--host {self.host} is reached from elsewhere, and without TLS tokens and models could be read on the "
-                "way: give --cert and --key, or say --insecure"
+                f"--host {self.host} is reached from elsewhere, and without TLS tokens and models could be read on "
+                "the way: give --cert and --key, or say --insecure"
             )
 
     @property
@@ -89,6 +91,9 @@ class Serving(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
         """As uvicorn's, but the signal is not raised again at the end: the command ends by itself, with status 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -97,8 +102,11 @@ class Serving(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def serve(parts: Parts, listen: Listen, started: Callable[[str], None] = lambda url: None) -> str:
-    """Serve until SIGTERM or Ctrl-C; gives why it ended otherwise ("" where it was told to)."""
+def serve(parts: Parts, listen: Listen, started: Started = lambda url, end: None) -> str:
+    """Serve until SIGTERM or Ctrl-C; gives why it ended otherwise ("" where it was told to).
+
+    `started` is told the address, and a function that ends it all as SIGTERM does, from any thread.
+    """
     listening = bound(listen)
     why: list[str] = []
 
@@ -131,7 +139,9 @@ def serve(parts: Parts, listen: Listen, started: Callable[[str], None] = lambda 
         while not server.started and not task.done():
             await asyncio.sleep(0.005)
         if server.started:
-            started(listen.url.rpartition(":")[0] + f":{port}")
+            started(
+                f"{listen.url.rpartition(':')[0]}:{port}", lambda: server.handle_exit(signal.SIGTERM, None)
+            )
         await task
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -135,7 +135,8 @@ class Wire:
             other = next(name for name in head if name not in set(self.layout.names))
             refuse("wrong-tensors", f"tensor {other[:80]!r} is not of this model: leave it out")
         entries = [
-            (name, head[name], list(shape)) for name, shape in zip(self.layout.names, self.layout.shapes)
+            (name, head[name], list(shape))
+            for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
         ]
         if scales is not None:
             entries.append((SCALES, scales, [len(self.sizes)]))
