@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from afield.experiments.config import Config
 from afield.experiments.serve import Keeping, first_token, opened
 from afield.runtimes.service.client import Client, RemoteTask
@@ -75,7 +76,9 @@ def live(
 
     def run() -> None:
         try:
-            with opened(chosen, folder, keys, name="test", terms=terms, keeping=keeping, privacy=privacy, own=own) as parts:
+            with opened(
+                chosen, folder, keys, name="test", terms=terms, keeping=keeping, privacy=privacy, own=own
+            ) as parts:
                 path, _ = first_token(keys)
 
                 def ready(url: str, end: Callable[[], None]) -> None:
@@ -157,6 +160,3 @@ class Process:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.kill()
-
-
-

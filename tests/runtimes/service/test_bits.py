@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from served import Live, live, until
+from tiny import tiny
+
 from afield.core.types import Receipt
 from afield.experiments.join import Train, by_config
 from afield.experiments.run import prepare
 from afield.runtimes.service.client import RemoteTask
 from afield.runtimes.simulator import Measurement
-from served import Live, live, until
-from tiny import tiny
 
 ALIKE = [column.name for column in fields(Receipt) if column.name not in ("number", "started", "arrived")]
 FREE = ["fedasync", "fedbuff", "mr-asyncfl", "twafl", "ca2fl", "fadas", "ace", "fedac", "delay-adaptive-asgd"]

@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
-from afield.core.flat import Layout
-from afield.runtimes.service.wire import SCALES, BodyError, Wire, framed, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
+
+from afield.core.flat import Layout
+from afield.runtimes.service.wire import SCALES, BodyError, Wire, framed, raw
 
 NET = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
 LAYOUT = Layout.of(NET)
@@ -127,10 +128,9 @@ def test_no_body_does_anything_but_be_read_or_refused(data: st.DataObject) -> No
         body[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
     try:
         found = WIRE.read(body)
-    except BodyError as error:
-        assert error.reason in ("malformed", "wrong-tensors", "wrong-type")
-    else:
-        assert found.vector.shape == (LAYOUT.size,) and found.vector.dtype == torch.float32
+    except BodyError:
+        return
+    assert found.vector.shape == (LAYOUT.size,) and found.vector.dtype == torch.float32
 
 
 def test_the_limit_has_room_for_every_form() -> None:

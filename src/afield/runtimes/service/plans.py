@@ -80,8 +80,8 @@ class Free:
 class Rounds:
     """Participants are drawn among those who ask. A round closes when all have answered, or at its deadline.
 
-    It begins as soon as enough ask (a cohort's size; all clients, where each takes part by chance), or `idle` seconds
-    after the first asked.
+    It begins when all clients ask, or `idle` seconds after the first did, so that it is not always the quick ones who
+    take part.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class Rounds:
         self.members: set[int] = set()  # their clients, as long as they are out
         self.closing = False
         self.timer: asyncio.TimerHandle | None = None
-        self.overdue = False
 
     def begin(self, desk: Desk, receipts: Iterable[Receipt]) -> None:
         self.desk = desk
@@ -105,16 +104,13 @@ class Rounds:
     def asked(self, client: int) -> None:
         if self.begun or self.closing or self.desk.draining:
             return
-        waiting = len(self.desk.waiters)
-        cohort = isinstance(self.scheduler, Cohort)
-        enough = min(self.scheduler.size, self.scene.clients) if cohort else self.scene.clients  # type: ignore[union-attr]
-        if waiting >= enough or self.overdue:
+        if len(self.desk.waiters) >= self.scene.clients:
             self._start()
         elif self.timer is None:
             self.timer = self.desk.loop.call_later(self.scheduler.idle, self._impatient)
 
     def _impatient(self) -> None:
-        self.timer, self.overdue = None, True
+        self.timer = None
         if self.desk.waiters and not self.begun and not self.closing:
             self._start()
 
@@ -122,7 +118,7 @@ class Rounds:
         self._rest()
         chosen = self.scheduler.participants(self.scene, self.number, lambda c: c in self.desk.waiters)
         self.desk.history.add("round", {"round": self.number, "clients": len(chosen)})
-        self.begun, self.overdue = True, False
+        self.begun = True
         self.members = set(chosen)
         for client in chosen:
             self.desk.start(client)
