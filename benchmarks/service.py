@@ -297,7 +297,8 @@ def run(
     out = folder / "run"
     command = [
         sys.executable, "-m", "afield", "serve", "--out", str(out), "--port", "0",
-        "--model", f"{folder / 'net.py'}:Net", "--strategy", "fedbuff", "--set", f"scenario.clients={clients}", "--set", "measure.time=10", "--lease", "120",
+        "--model", f"{folder / 'net.py'}:Net", "--strategy", "fedbuff",
+        "--set", f"scenario.clients={clients}", "--set", "measure.time=10", "--lease", "120",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         line = process.stdout.readline()

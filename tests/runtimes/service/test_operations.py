@@ -196,7 +196,7 @@ def test_a_client_in_another_language_needs_http_and_safetensors_only(tmp_path: 
 
 @pytest.mark.slow
 def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
-    """serve, token, join with a network and data of one's own, status, promote; SIGTERM; and on again after SIGKILL."""
+    """serve, token, join with a network and data of one's own, status, promote; SIGTERM; SIGKILL; and on again."""
     import numpy as np
 
     (tmp_path / "my.py").write_text(NET)

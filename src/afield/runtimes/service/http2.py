@@ -154,7 +154,7 @@ class Http2(asyncio.Protocol):
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.server_state.connections.discard(self)  # type: ignore[arg-type]
+        self.server_state.connections.discard(self)
         if self.timer is not None:
             self.timer.cancel()
         for stream in list(self.streams.values()):

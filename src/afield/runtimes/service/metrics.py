@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -16,7 +17,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
+        own: dict[str, Any] = {"registry": self.registry}
         self.updates = Counter("afield_updates", "Updates that were folded", **own)
         self.refusals = Counter("afield_refusals", "Requests that were refused, by reason", ["reason"], **own)
         self.tasks = Counter("afield_tasks", "Tasks that were handed out", **own)

@@ -200,7 +200,8 @@ class Wire:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous vector; no copy."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy()).cast("B")
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
 
 
 def framed(head: Mapping[str, Any]) -> bytes:
