@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,6 +179,8 @@ class LiveFolder:
             self._book.write_text(json.dumps({"founded": self.founded, "own": own}) + "\n", encoding="utf-8")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
+        self._writing: list[Future[None]] = []
         self._files = len(list((path / "receipts").glob("*.parquet")))
 
     def _continue(self, wanted: Config, own: str | None) -> None:
@@ -230,10 +233,13 @@ class LiveFolder:
     def _flush(self) -> None:
         if self._rows:
             path = self.path / "receipts" / f"{self._files:05d}.parquet"
-            write_receipts(self._rows, path)
+            self._writing.append(self._writer.submit(write_receipts, self._rows, path))
             self._files += 1
             self._rows = []
 
     def close(self) -> None:
         self._flush()
+        self._writer.shutdown()
         self._metrics.close()
+        for done in self._writing:
+            done.result()  # a full disk is told, here

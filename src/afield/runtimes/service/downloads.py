@@ -16,7 +16,7 @@ from afield.runtimes.service.tasks import Shelved
 from afield.runtimes.service.wire import TYPE, framed, raw
 
 if TYPE_CHECKING:
-    from afield.runtimes.service.app import Call
+    from afield.runtimes.service.entrance import Call
     from afield.runtimes.service.service import Service
 
 PIECE = 1 << 18  # bytes handed to the transport at once: it may have to copy what it cannot send yet

@@ -8,6 +8,7 @@ client that opens streams only to cancel them).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import urllib.parse
 from collections import deque
@@ -84,7 +85,7 @@ class Stream:
             await self._body(memoryview(message.get("body", b"")), not message.get("more_body", False))
 
     async def _body(self, data: memoryview, last: bool) -> None:
-        while len(data):
+        while len(data) and self.scope["method"] != "HEAD":
             room = self.connection.room(self)
             if self.gone:
                 return
@@ -188,7 +189,8 @@ class Http2(asyncio.Protocol):
             self._begin(event)
         elif isinstance(event, h2.events.DataReceived):
             if stream is None or stream.answered:
-                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                with contextlib.suppress(h2.exceptions.ProtocolError):
+                    self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
             else:
                 stream.chunks.append((event.data, event.flow_controlled_length))
                 stream.news.set()

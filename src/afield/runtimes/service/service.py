@@ -283,20 +283,35 @@ class Totals:
     updates: int = 0
     bytes: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
-    since: list[int] = field(default_factory=list)  # staleness since the last measurement
+    steps: int = 0  # local steps, as the clients tell
+    # since the last measurement:
+    arrived: int = 0
+    staleness: int = 0
+    told: int = 0  # losses that clients told of
+    loss: float = 0.0
 
     def add(self, receipt: Receipt) -> None:
         self.updates += 1
         self.bytes += receipt.bytes
-        self.since.append(receipt.staleness)
+        self.arrived += 1
+        self.staleness += receipt.staleness
 
     def refuse(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     def measurement(self, now: float, wall: float, version: int, values: Mapping[str, Any]) -> Measurement:
-        since, self.since = self.since, []
-        mean = sum(since) / len(since) if since else None
-        return Measurement(now, wall, version, self.updates, 0, self.bytes, mean, None, values)
+        mean = self.staleness / self.arrived if self.arrived else None
+        loss = self.loss / self.told if self.told else None
+        self.arrived = self.staleness = self.told = 0
+        self.loss = 0.0
+        return Measurement(now, wall, version, self.updates, self.steps, self.bytes, mean, loss, values)
+
+    def learned(self, steps: int, loss: float | None) -> None:
+        """What a client told with an update that was accepted."""
+        self.steps += steps
+        if loss is not None and math.isfinite(loss):
+            self.told += 1
+            self.loss += loss
 
 
 class Audit:

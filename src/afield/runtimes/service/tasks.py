@@ -19,7 +19,7 @@ from torch import Tensor
 
 from afield.core.types import Receipt, Task, Update
 from afield.runtimes.service.events import History
-from afield.runtimes.service.fold import Act, Batch, Fold, Leased
+from afield.runtimes.service.fold import Act, Batch, BrokenError, Fold, FullError, Leased
 
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000  # tasks of which it is known how they ended
@@ -147,26 +147,33 @@ class Desk:
 
     def start(self, client: int) -> None:
         """Called by the plan: this client's turn."""
+        try:
+            answer = self.fold.put(Act.CHECKOUT, (client, self.clock()))
+        except (FullError, BrokenError) as error:
+            self._refused(client, error)
+            return
         self.starting.add(client)
-        answer = self.fold.put(Act.CHECKOUT, (client, self.clock()))
         answer.add_done_callback(lambda done: self._started(client, done))
 
     def _started(self, client: int, done: asyncio.Future[Leased]) -> None:
         self.starting.discard(client)
         failure = done.exception()
-        places = self.waiters.pop(client, set())
         if failure is not None:
-            for place in places:
-                if not place.done():
-                    place.set_exception(failure)
-            self.plan.dropped(client)
+            self._refused(client, failure)
             return
+        places = self.waiters.pop(client, set())
         found = self._opened(done.result())
         self.issued = max(self.issued, found.task.number + 1)
         self.history.add("task", asdict(found.task))
         for place in places:
             if not place.done():
                 place.set_result(found)
+
+    def _refused(self, client: int, failure: BaseException) -> None:
+        for place in self.waiters.pop(client, set()):
+            if not place.done():
+                place.set_exception(failure)
+        self.plan.dropped(client)
 
     def _opened(self, leased: Leased) -> Open:
         task = leased.task
@@ -185,7 +192,7 @@ class Desk:
         found.deadline = self.loop.time() + self.lease
 
     def _due(self, found: Open) -> None:
-        if found.task.number not in self.open:
+        if found.task.number not in self.open or self.fold.broken:
             return
         late = found.deadline - self.loop.time()
         if found.busy or late > 0:
@@ -240,11 +247,13 @@ class Desk:
             if found is not None:
                 self._close(found)
                 self.plan.settled(found.task, receipt)
-        if batch.version > self.version:
-            self.version = batch.version
+            if receipt.stepped:  # before the next: that one belongs to the new version
+                self._stepped(receipt.version)
+        if batch.version > self.version:  # a round was closed
             self._stepped(batch.version)
 
     def _stepped(self, version: int) -> None:
+        self.version = version
         if self.restart_after is not None:
             for found in list(self.open.values()):
                 if version - found.task.version > self.restart_after and not found.busy:
@@ -255,6 +264,8 @@ class Desk:
         """No more tasks; whoever waits for one is told so."""
         self.draining = True
         self.history.add("drain", {})
+        for found in self.open.values():
+            found.ended.set()  # heartbeats that wait are answered: the task is still open
         for places in list(self.waiters.values()):
             for place in places:
                 if not place.done():

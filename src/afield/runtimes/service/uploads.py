@@ -18,7 +18,7 @@ from afield.runtimes.service.tasks import Open
 from afield.runtimes.service.wire import TYPE, BodyError
 
 if TYPE_CHECKING:
-    from afield.runtimes.service.app import Call
+    from afield.runtimes.service.entrance import Call
     from afield.runtimes.service.service import Service
 
 QUICK = (
@@ -50,7 +50,10 @@ async def update_of(service: Service, call: Call, found: Open) -> Receipt:
             loop = asyncio.get_running_loop()
             model, good = await loop.run_in_executor(service.helpers, _read, service, found, body, encoding)
         result = LocalResult(model, told["examples"], told["steps"], told["rate"], told["metrics"], good)
-        return await service.desk.submit(result.answer(found.task, service.now()))
+        receipt = await service.desk.submit(result.answer(found.task, service.now()))
+    if not receipt.refused:
+        service.totals.learned(result.steps, result.metrics.get("loss"))
+    return receipt
 
 
 def _read(service: Service, found: Open, body: bytearray, encoding: str) -> tuple[Tensor, bool]:

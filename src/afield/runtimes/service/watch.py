@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from afield.runtimes.service.events import KEPT, Row
 
 if TYPE_CHECKING:
-    from afield.runtimes.service.app import Call
+    from afield.runtimes.service.entrance import Call
 
 SILENCE = 15.0  # seconds after which a comment says that the connection lives
 
