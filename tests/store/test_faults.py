@@ -61,7 +61,7 @@ def test_a_journal_without_its_snapshot_is_refused(tmp_path: Path) -> None:
     for path in paths:
         path.unlink()
     with pytest.raises(InputError, match="a journal but no snapshot"):
-        durable(FedAsync(), tmp_path).__enter__()
+        durable(FedAsync(), tmp_path).open()
 
 
 def test_missing_segments_are_refused(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_missing_segments_are_refused(tmp_path: Path) -> None:
         data = path.read_bytes()
         path.unlink()
         with pytest.raises(InputError, match="missing"):
-            durable(strategy, tmp_path).__enter__()
+            durable(strategy, tmp_path).open()
         path.write_bytes(data)
     with left(durable(strategy, tmp_path)) as again:
         assert equal(again.server, door.server)
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(InputError, match="a file stands where a folder should be"):
-            durable(FedAsync(), folder).__enter__()
+            durable(FedAsync(), folder).open()
 
 
 # -- the disk table ---------------------------------------------------------------------------------------------
