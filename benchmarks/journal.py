@@ -1,6 +1,6 @@
 """The journal against the disk itself: MB/s at 11.2 M parameters (a ResNet-18), one sync per batch, alternating.
 
-    python benchmarks/journal.py [--folder DIR] [--batch 4] [--rounds 12]
+    python benchmarks/journal.py [--folder DIR] [--batch 4] [--rounds 12] [--quick]
 
 "disk" writes the same bytes in the same blocks, and syncs as often. "journal" packs, sums up, writes and syncs.
 "server" is a whole durable server: checkout, guard, journal, fold; "memory" is the same server without a journal.
@@ -10,6 +10,7 @@ Medians over rounds; a ratio is the median over rounds of the ratio within a rou
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -70,7 +71,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
+    given.rounds = 4 if given.quick else given.rounds
     models = [torch.randn(ELEMENTS) for _ in range(given.batch)]
     size = sum(model.nbytes for model in models) / 1e6
     made = [
@@ -117,13 +120,16 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, {os.cpu_count()} cores"
     )
+    figures = {}
     for what, seconds in took.items():
         middle = statistics.median(seconds)
         ratio = statistics.median(a / b for a, b in zip(seconds, took["disk"], strict=True))
+        figures[what] = {"MB/s": round(size / middle), "of the disk's time": round(ratio, 3)}
         print(
             f"{what:8s} {size / middle:7.0f} MB/s  {1e3 * middle / given.batch:6.1f} ms an update  "
             f"{ratio:5.2f} x the disk's time (range {size / max(seconds):.0f} .. {size / min(seconds):.0f} MB/s)"
         )
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Servers killed by SIGKILL again and again: no acknowledged update is lost or counts twice, the bits are the same."""
+"""Servers killed by SIGKILL again and again: nothing acknowledged is lost or counts twice, the bits are the same."""
 
 from __future__ import annotations
 

@@ -275,8 +275,9 @@ class Journal:
                         return
                     number += 1
                     ended = value == END
-                    if not ended:
-                        yield number, value
+                    if ended:
+                        break  # what may follow is a witness that never got to the disk
+                    yield number, value
         if ended and chain[-1] != number + 1:
             raise self._lost(number + 1)
         self.number = number

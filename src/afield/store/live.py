@@ -21,12 +21,14 @@ journal is folded then, once, and has its receipt.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 COLUMNS = [column.name for column in fields(Receipt)]
 
 
+@cache
 def _version() -> str:
     try:
         return version("afield")
@@ -85,7 +88,7 @@ class Durable:
         self.server, self.folder = server, Path(folder)
         self.table, self.keep, self.every, self.seconds, self.remember = table, keep, every, seconds, remember
         # everything of the server that was settled before the first update: replay under another gives another model
-        self.about: dict[str, Any] = {
+        settled = {
             "strategy": repr(server.strategy),
             "clients": server.clients,
             "elements": server.size,
@@ -95,6 +98,7 @@ class Durable:
             "max_staleness": server.max_staleness,
             **(about or {}),
         }
+        self.about: dict[str, Any] = json.loads(json.dumps(settled))  # as it is read again: lists for tuples
         self.owner = Owner(self.folder)
         self._journal = {"fsync": fsync, "segment": segment}
         self._snapshots = ({**kinds_of(server.state), **(kinds or {})}, generations)

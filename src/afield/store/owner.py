@@ -40,13 +40,11 @@ class Owner:
         with named(path, "open"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = _who(os.pread(fd, 4096, 0))
+            with named(path, "lock"):  # a file system may have no locks
+                self._lock(fd)
+        except InputError:
             os.close(fd)
-            raise InputError(
-                f"{self.folder} is in use by {who}: stop that one first, or wait for it"
-            ) from None
+            raise
         self.fd = fd
         _held.add(fd)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -59,6 +57,15 @@ class Owner:
             self.free()
             raise
         return self
+
+    def _lock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = _who(os.pread(fd, 4096, 0))
+            raise InputError(
+                f"{self.folder} is in use by {who}: stop that one first, or wait for it"
+            ) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
