@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from served import live
 from tiny import tiny
 
@@ -16,33 +18,49 @@ schemathesis = pytest.importorskip("schemathesis")
 
 @pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_request_makes_the_server_fail(examples: int, tmp_path: Path) -> None:
-    from hypothesis import given
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks as described
 
+    checks = [
+        not_a_server_error,
+        described.status_code_conformance,
+        described.content_type_conformance,
+        described.response_schema_conformance,
+    ]
     with live(tiny(), tmp_path / "run", terms=Terms(rate=1e6, burst=1e6, wait=0.05)) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-        tried = []
+        headers, client = {"Authorization": f"Bearer {server.token}"}, server.client(0)
+        seen: dict[str, set[int]] = {}
         for result in schema.get_all_operations():
             operation = result.ok()
+            name = f"{operation.method.upper()} {operation.path}"
             if operation.path == "/v1/events":
                 continue  # a stream has no end; test_operations reads it
+            seen[name], turns = set(), itertools.count()
 
-            @settings(
-                max_examples=examples,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(case=operation.as_strategy())
-            def check(case: object) -> None:
-                headers = {"Authorization": f"Bearer {server.token}"}
-                reply = case.call(headers=headers, timeout=20)  # type: ignore[attr-defined]
-                assert reply.status_code < 500 or (
-                    reply.status_code == 503 and reply.json()["error"] == "draining"
-                )
-                case.validate_response(reply, headers=headers)  # type: ignore[attr-defined]
+            def check(case: Any, name: str = name, turns: Any = turns) -> None:
+                if (
+                    "{number}" in case.operation.path and next(turns) % 2
+                ):  # a task that there is, its lease known
+                    task = client.next_task()
+                    assert task is not None
+                    case.path_parameters["number"] = task.number
+                    case.query = {**(case.query or {}), "lease": task.told["lease"]}
+                reply = case.call(headers=headers, timeout=20)
+                seen[name].add(reply.status_code)
+                case.validate_response(reply, checks=checks, headers=headers)
 
-            check()
-            tried.append(f"{operation.method} {operation.path}")
-        assert len(tried) == 18 - 1 + 1
+            given(case=operation.as_strategy())(
+                settings(
+                    max_examples=examples,
+                    deadline=None,
+                    database=None,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                )(check)
+            )()
+        assert len(seen) == 17
+        assert {400, 404} & seen["PUT /v1/tasks/{number}/update"] and 422 in seen[
+            "PUT /v1/tasks/{number}/update"
+        ]
         assert server.client().status()["state"] == "serving"

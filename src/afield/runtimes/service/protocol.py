@@ -37,8 +37,9 @@ class Http(HttpToolsProtocol):
                 return self._hand_over(data)
         if self.heading and self.timer is None:
             self.timer = self.loop.call_later(HEAD_SECONDS, self._slow)
+        before, self.ends = self.heading, 0
         super().data_received(data)
-        if self.heading and self.parser is not None:
+        if before and self.heading and not self.ends and self.parser is not None:  # all of it was head
             self.head_bytes += len(data)
             if self.head_bytes > HEAD_BYTES:
                 self._refuse(431)
@@ -51,6 +52,7 @@ class Http(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._rest()
+        self.ends += 1
         self.heading, self.head_bytes = False, 0
         if self.transport.is_closing():
             return
