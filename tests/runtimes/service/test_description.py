@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,11 @@ def test_no_request_makes_the_server_fail(examples: int, tmp_path: Path) -> None
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         headers, client = {"Authorization": f"Bearer {server.token}"}, server.client(0)
         seen: dict[str, set[int]] = {}
-        for result in schema.get_all_operations():
-            operation = result.ok()
-            name = f"{operation.method.upper()} {operation.path}"
-            if operation.path == "/v1/events":
-                continue  # a stream has no end; test_operations reads it
-            seen[name], turns = set(), itertools.count()
 
-            def check(case: Any, name: str = name, turns: Any = turns) -> None:
+        def tried(statuses: set[int]) -> Callable[[Any], None]:
+            turns = itertools.count()
+
+            def check(case: Any) -> None:
                 if (
                     "{number}" in case.operation.path and next(turns) % 2
                 ):  # a task that there is, its lease known
@@ -47,18 +45,25 @@ def test_no_request_makes_the_server_fail(examples: int, tmp_path: Path) -> None
                     case.path_parameters["number"] = task.number
                     case.query = {**(case.query or {}), "lease": task.told["lease"]}
                 reply = case.call(headers=headers, timeout=20)
-                seen[name].add(reply.status_code)
+                statuses.add(reply.status_code)
                 case.validate_response(reply, checks=checks, headers=headers)
 
-            given(case=operation.as_strategy())(
-                settings(
-                    max_examples=examples,
-                    deadline=None,
-                    database=None,
-                    phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                )(check)
-            )()
+            return check
+
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            name = f"{operation.method.upper()} {operation.path}"
+            if operation.path == "/v1/events":
+                continue  # a stream has no end; test_operations reads it
+            seen[name] = set()
+            attempts = settings(
+                max_examples=examples,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            attempts(given(case=operation.as_strategy())(tried(seen[name])))()
         assert len(seen) == 17
         assert {400, 404} & seen["PUT /v1/tasks/{number}/update"] and 422 in seen[
             "PUT /v1/tasks/{number}/update"

@@ -98,7 +98,12 @@ CASES = {
     "short": (file()[:-4], "malformed"),
     "long": (file() + bytes(4), "malformed"),
     "content": (changed(__metadata__={"content": "gradient"}), "malformed"),
-    "scales": (changed(**{SCALES: {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}), "malformed"),
+    "scales": (
+        changed(
+            **{SCALES: {"dtype": "F32", "shape": [len(WIRE.sizes)], "data_offsets": [0, 4 * len(WIRE.sizes)]}}
+        ),
+        "malformed",
+    ),
 }
 
 
