@@ -17,9 +17,10 @@ from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData, ListedData
 from afield.training.block import BlockTrainer, joined
 from afield.training.choose import Training, choose, trainer
-from afield.training.cuda import GraphTrainer, StreamTrainer, bucket
+from afield.training.cuda import GraphTrainer, bucket
 from afield.training.local import Local, LoopTrainer
 from afield.training.models import MODELS, Point, build
+from afield.training.streams import StreamTrainer
 from afield.training.tape import CannotRecord
 
 SEED = 5
