@@ -1,7 +1,7 @@
 """Local training of many clients on a GPU, by CUDA graphs: a step is one launch, whatever the number of operations.
 
 Two ways. `GraphTrainer` trains stacked weights (small models: 100 clients cost little more than one). `StreamTrainer`
-(training/streams.py) trains several clients side by side, each with its own weights and on a stream of its own. Both run
+(training/streams.py) trains several clients side by side, each with its own weights and on its own stream. Both run
 without graphs on a CPU, where the tests compare them with the loop.
 """
 
