@@ -127,15 +127,22 @@ def tune(
 
 
 def _list() -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for title in ("preset", "paper", "what", "cost at paper scale"):
-        table.add_column(title, overflow="fold", no_wrap=title == "preset")
+    """The presets, one table per paper."""
+    by_paper: dict[str, list[str]] = {}
     for name in papers():
-        paper = load_preset(name).paper
-        table.add_row(
-            name, escape(paper.citation), escape(f"{paper.what}: {paper.about}"), escape(paper.cost)
+        by_paper.setdefault(load_preset(name).paper.citation, []).append(name)
+    console = screen()
+    for citation, names in by_paper.items():
+        table = Table(
+            title=escape(citation), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False
         )
-    screen().print(table)
+        for title in ("preset", "what", "cost at paper scale"):
+            table.add_column(title, overflow="fold", no_wrap=title == "preset")
+        for name in names:
+            paper = load_preset(name).paper
+            table.add_row(name, escape(f"{paper.what}: {paper.about}"), escape(paper.cost))
+        console.print(table)
+        console.print()
 
 
 def _numbers(text: str | None) -> list[int] | None:
