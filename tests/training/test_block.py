@@ -165,13 +165,7 @@ def test_bfloat16_is_near(maker: str, module: str) -> None:
     tasks, bases, corrections = work(built)
     local = Local(batch=16)
     right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
-    try:
-        fast = MAKERS[maker](built, data, local, SEED, device="cuda", precision="bfloat16")
-    except (
-        CannotRecord
-    ):  # then the loop trains: torch 2.11 has no backward pass of such a norm in this order of memory
-        assert maker == "streams-last" and any(isinstance(part, nn.GroupNorm) for part in built.modules())
-        return
+    fast = MAKERS[maker](built, data, local, SEED, device="cuda", precision="bfloat16")
     found = fast.train(tasks, [base.cuda() for base in bases], corrections)
     for one, other, base in zip(found, right, bases, strict=True):
         moved = (other.model - base).norm()

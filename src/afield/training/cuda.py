@@ -103,6 +103,8 @@ class GraphTrainer(BlockTrainer):
         self._held: Held | None = None
         self._graphs: dict[tuple[int, bool, bool], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if torch.device(device).type == "cuda" else None
+        # torch 2.11's group norms take nothing but the usual order of memory
+        last = last and not any(isinstance(part, nn.GroupNorm) for part in module.modules())
         self._compiling, self._proving, self._last = compiling, True, last
         super().__init__(module, data, local, seed, loss, device, precision, last)
         self._held, self._graphs, self._proving = None, {}, False  # the proof's were for its own settings
