@@ -15,9 +15,10 @@ from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData, ListedData
-from afield.training.block import BlockTrainer, joined
+from afield.training.block import BlockTrainer
 from afield.training.choose import Training, choose, trainer
 from afield.training.cuda import GraphTrainer, bucket
+from afield.training.deal import joined
 from afield.training.local import Local, LoopTrainer
 from afield.training.models import MODELS, Point, build
 from afield.training.streams import StreamTrainer

@@ -12,7 +12,8 @@ from afield.experiments.kin import Kin
 from afield.experiments.run import Prepared, prepare, written
 from afield.runtimes.simulate import threads
 from afield.runtimes.simulator import Measurement, Wanted
-from afield.training.block import BlockTrainer, joined
+from afield.training.block import BlockTrainer
+from afield.training.deal import joined
 
 ROOM = 2**29  # bytes of models in one common block; more gain nothing and leave the caches
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from afield.core.protocols import Pool
-from afield.training.block import BlockTrainer, Deal
+from afield.training.block import BlockTrainer
+from afield.training.deal import Deal
 from afield.training.descent import Weights, corrected, descend, plain
 from afield.training.local import Local
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afield.training.block import Deal
 from afield.training.cuda import GraphTrainer, Held, Step
+from afield.training.deal import Deal
 from afield.training.descent import descend
 from afield.training.step import channels_last
 
