@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from afield.core.errors import InputError, within
 from afield.core.flat import finite
+from afield.core.places import choose, place
 from afield.core.protocols import Distiller, Journal, Strategy
 from afield.core.statistics import Gathering
 from afield.core.types import OpenTask, OpenUpdate, Receipt, ServerState, Task, Update
@@ -82,6 +85,7 @@ class Server:
         self.leases: dict[int, Lease] = {}
         self.counts: dict[int, int] = {}  # tasks handed out so far, per client
         self.issued = 0
+        self._home: tuple[str, Path | None] | None = None
 
     @property
     def version(self) -> int:
@@ -97,6 +101,16 @@ class Server:
         out[: self.parameters] = state.params
         out[self.parameters :] = state.statistics
         return out
+
+    def keep_tables(self, kind: str = "auto", folder: Path | None = None, generation: int = 0) -> str:
+        """Have the tables in "memory" or on "disk", those yet to be made too; gives which ("auto": core/places.py).
+
+        Without a folder files are temporary. A state that came from a snapshot of this number finds its files there.
+        """
+        chosen = choose(kind, self.state)
+        self._home = (chosen, folder)
+        place(self.state, chosen, folder, generation)
+        return chosen
 
     def checkout(self, client: int, now: float, version: int | None = None) -> Task:
         """Hand out a task: leases the newest version (or one still leased), and a correction if there is one."""
@@ -139,6 +153,8 @@ class Server:
         if self.refines:
             refining: Any = self.strategy
             refining.refine(self.state, borrowed, self.distiller)
+            if self._home is not None:
+                place(self.state, *self._home)  # its table is made at the first update
         self._release(update.task)
         return receipt
 
@@ -157,6 +173,41 @@ class Server:
     def cancel(self, task: Task) -> None:
         """Take a task back: its update will never be used."""
         self._release(task)
+
+    def refusal(self, update: Update) -> str:
+        """Why this update would be refused now; empty where it would be accepted."""
+        return self._refusal(update, self.state.version - update.task.version)
+
+    def picture(self) -> dict[str, Any]:
+        """Everything that changes: borrowed, and valid until the next call."""
+        versions = Versions(self.versions.models, self.versions.leases)  # spare vectors hold nothing
+        return {
+            "state": self.state,
+            "versions": versions,
+            "leases": self.leases,
+            "counts": self.counts,
+            "issued": self.issued,
+        }
+
+    def restore(self, picture: Mapping[str, Any]) -> None:
+        """Continue from what `picture` gave; the picture is the server's own from here on."""
+        mine, theirs = self.state, picture["state"]
+        for what, one, two in (
+            ("a state", type(mine).__name__, type(theirs).__name__),
+            ("parameters", tuple(mine.params.shape), tuple(theirs.params.shape)),
+            ("a type", mine.params.dtype, theirs.params.dtype),
+            ("normalisation statistics", mine.statistics is None, theirs.statistics is None),
+        ):
+            if one != two:
+                raise InputError(
+                    f"the stored server has {what} of {two}, this one of {one}: "
+                    "give the strategy and the model that it was begun with"
+                )
+        self.state = theirs
+        self.versions = picture["versions"]
+        self.leases = picture["leases"]
+        self.counts = picture["counts"]
+        self.issued = picture["issued"]
 
     def _refusal(self, update: Update, staleness: int) -> str:
         task = update.task
