@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from afield.core.held import HeldDeltas
 from afield.core.keys import generator, uniform
+from afield.core.places import tables
 from afield.core.server import Server
+from afield.core.table import ClientTable
 from afield.core.types import LocalResult, Receipt, Task
 from afield.strategies import (
     ACE,
@@ -144,7 +147,14 @@ class Play:
         return trained
 
 
-def play(strategy: Any, clients: int = 5, seed: int = 0, dtype: torch.dtype = torch.float32) -> Play:
+def play(
+    strategy: Any,
+    clients: int = 5,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    table: str = "memory",
+    folder: Path | None = None,
+) -> Play:
     module = network().to(dtype)
     vector = torch.cat([p.detach().flatten() for p in module.parameters()] + [torch.zeros(3), torch.ones(3)])
     unlabelled = torch.randn(8, INPUTS, generator=generator(9)).to(dtype)
@@ -156,36 +166,45 @@ def play(strategy: Any, clients: int = 5, seed: int = 0, dtype: torch.dtype = to
         seed=seed,
         distiller=Distil(module, unlabelled) if hasattr(strategy, "refine") else None,
     )
+    server.keep_tables(table, folder)
     tasks = {}
     if getattr(strategy, "pace", "arrival") == "arrival":
         tasks = {client: server.checkout(client, 0.0) for client in range(clients)}
     return Play(server, tasks, HeldDeltas(server.parameters))
 
 
+def tabled(strategy: Any) -> bool:
+    """Whether its state has a table, at the latest after an update."""
+    player = play(strategy)
+    player.beat()
+    return bool(list(tables(player.server.state)))
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor and scalar of a state, by path."""
-    if isinstance(value, Tensor) or not hasattr(value, "__dataclass_fields__"):
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from leaves(item, f"{path}.{key}")
-        else:
-            yield path, value
-        return
-    for name in value.__dataclass_fields__:
-        yield from leaves(getattr(value, name), f"{path}.{name}")
+    """Every tensor and scalar of a state, by path; of a table the rows that were written, wherever they are."""
+    if isinstance(value, ClientTable):
+        yield f"{path}.precision", value.precision
+        for client in range(len(value)):
+            if value.has(client):
+                yield f"{path}.{client}", value.row(client, torch.float64)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from leaves(getattr(value, name), f"{path}.{name}")
+    else:
+        yield path, value
 
 
 def same(first: Any, second: Any) -> bool:
-    """Bitwise equality of two states (rows of a table that were never written hold no value)."""
+    """Bitwise equality of two states."""
     one, two = dict(leaves(first)), dict(leaves(second))
     if one.keys() != two.keys():
         return False
     for path, value in one.items():
         other = two[path]
         if isinstance(value, Tensor):
-            if path.endswith((".rows", ".scales")):
-                written = one[path.rsplit(".", 1)[0] + ".written"]
-                value, other = value[written], other[written]
             if not torch.equal(value, other):
                 return False
         elif value != other and not (isinstance(value, float) and math.isnan(value)):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from playback import BATTERY, PARAMETERS, Play, frozen, play, same
+from playback import BATTERY, PARAMETERS, Play, frozen, play, same, tabled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from afield.core.places import tables
 from afield.core.protocols import Strategy
 from afield.core.types import Update
 from afield.experiments.codec import decode, dumps, encode
@@ -20,15 +21,19 @@ from afield.strategies import STRATEGIES
 
 BEATS = 24
 every = pytest.mark.parametrize("name", BATTERY)
+TABLED = [name for name, strategy in BATTERY.items() if tabled(strategy)]
+every_table = pytest.mark.parametrize(
+    ("name", "table"), [*((name, "memory") for name in BATTERY), *((name, "disk") for name in TABLED)]
+)
 
 
 def test_every_registered_strategy_is_in_the_battery() -> None:
     assert {type(strategy) for strategy in BATTERY.values()} == set(STRATEGIES.values())
 
 
-@every
-def test_replay_from_any_snapshot_gives_the_same_bits(name: str) -> None:
-    player = play(BATTERY[name])
+@every_table
+def test_replay_from_any_snapshot_gives_the_same_bits(name: str, table: str) -> None:
+    player = play(BATTERY[name], table=table)
     snapshots = [frozen(player)]
     receipts = []
     for _ in range(BEATS):
@@ -39,10 +44,27 @@ def test_replay_from_any_snapshot_gives_the_same_bits(name: str) -> None:
         assert same(snapshot.server.state, player.server.state), f"replayed from arrival {start}"
 
 
-@every
-def test_updates_are_neither_kept_nor_changed(name: str) -> None:
+@pytest.mark.parametrize("name", TABLED)
+def test_rows_on_disk_give_the_bits_of_rows_in_memory(name: str) -> None:
+    memory, disk = play(BATTERY[name]), play(BATTERY[name], table="disk")
+    assert all(table.file is not None for _, table in tables(disk.server.state))
+    for beat in range(3 * BEATS):
+        assert disk.beat() == memory.beat()
+        if beat % 8 == 7:
+            assert same(disk.server.state, memory.server.state)
+    for _, table in tables(disk.server.state):
+        assert not table.rows and table.file is not None and table.file.slots
+
+
+def test_all_that_keep_something_of_every_client_have_a_table() -> None:
+    known = "mr-asyncfl twafl rolling-fedavg ca2fl fedac fedecho ace aced fedstale fedvarp mifa scaffold"
+    assert {name.split()[0] for name in TABLED} == set(known.split())
+
+
+@every_table
+def test_updates_are_neither_kept_nor_changed(name: str, table: str) -> None:
     """Tensors of an update are borrowed: overwriting them after the call must change nothing."""
-    plain, scribbled = play(BATTERY[name]), play(BATTERY[name])
+    plain, scribbled = play(BATTERY[name], table=table), play(BATTERY[name], table=table)
     submit = scribbled.server.submit
 
     def submit_then_scribble(update: Update) -> Any:
@@ -58,9 +80,9 @@ def test_updates_are_neither_kept_nor_changed(name: str) -> None:
     assert same(scribbled.server.state, plain.server.state)
 
 
-@every
-def test_version_rises_only_on_a_step_and_by_one(name: str) -> None:
-    player = play(BATTERY[name])
+@every_table
+def test_version_rises_only_on_a_step_and_by_one(name: str, table: str) -> None:
+    player = play(BATTERY[name], table=table)
     for _ in range(BEATS):
         before = player.server.version
         closing = getattr(player.server.strategy, "pace", "arrival") != "arrival"
@@ -74,9 +96,9 @@ def test_version_rises_only_on_a_step_and_by_one(name: str) -> None:
             assert player.server.version == after_receive
 
 
-@every
-def test_model_and_statistics_change_only_with_the_version(name: str) -> None:
-    player = play(BATTERY[name])
+@every_table
+def test_model_and_statistics_change_only_with_the_version(name: str, table: str) -> None:
+    player = play(BATTERY[name], table=table)
     before = player.server.model()
     version = player.server.version
     for _ in range(BEATS):
@@ -88,9 +110,9 @@ def test_model_and_statistics_change_only_with_the_version(name: str) -> None:
     assert version > 0
 
 
-@every
-def test_a_version_once_handed_out_never_changes(name: str) -> None:
-    player = play(BATTERY[name])
+@every_table
+def test_a_version_once_handed_out_never_changes(name: str, table: str) -> None:
+    player = play(BATTERY[name], table=table)
     seen: dict[int, Tensor] = {}
     for _ in range(BEATS):
         player.beat()
@@ -159,9 +181,9 @@ class Touched(TorchDispatchMode):
         return result
 
 
-def _cost(strategy: Any, clients: int, beats: int) -> int:
+def _cost(strategy: Any, clients: int, beats: int, table: str) -> int:
     """The most elements that one arrival touches once everyone was heard."""
-    player = play(strategy, clients=clients)
+    player = play(strategy, clients=clients, table=table)
     player.run(clients)
     most = 0
     for _ in range(beats):
@@ -171,10 +193,10 @@ def _cost(strategy: Any, clients: int, beats: int) -> int:
     return most
 
 
-@every
-def test_cost_of_an_arrival_does_not_grow_with_the_clients(name: str) -> None:
+@every_table
+def test_cost_of_an_arrival_does_not_grow_with_the_clients(name: str, table: str) -> None:
     strategy = BATTERY[name]
-    few, many = _cost(strategy, 6, 30), _cost(strategy, 600, 30)
+    few, many = _cost(strategy, 6, 30, table), _cost(strategy, 600, 30, table)
     assert few > PARAMETERS  # something was counted
     # a row's first write takes a slightly other path; ACED lets everyone not heard again since the warm-up
     # expire at once, which costs a few integers a client (600 * 10), never a row (600 * 21 and more)
@@ -187,11 +209,14 @@ def test_the_counter_would_see_a_sum_over_clients() -> None:
     assert touched.elements >= 600 * PARAMETERS
 
 
-@every
-def test_memory_of_the_server_is_bounded(name: str) -> None:
+@every_table
+def test_memory_of_the_server_is_bounded(name: str, table: str) -> None:
     """After many arrivals the server holds no more leases, versions or spare vectors than clients allow."""
-    player: Play = play(BATTERY[name])
+    player: Play = play(BATTERY[name], table=table)
     player.run(40 * player.server.clients)
     assert len(player.server.leases) <= player.server.clients
     assert len(player.server.versions.models) <= player.server.clients
     assert len(player.server.versions.spare) <= 4
+    for _, kept in tables(player.server.state):
+        if kept.file is not None and kept.file.at is not None:
+            assert kept.file.at.count <= player.server.clients + 1  # no snapshot needs an old row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,36 @@ def test_other_blocks_and_threads_give_the_same_log() -> None:
         assert [row for row in rows if "client" in row] == [row for row in whole if "client" in row]
         ends = [row["values"]["loss"] for row in (rows[-1], whole[-1])]
         assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mr-asyncfl", "ace", "ca2fl", "scaffold", "fedecho"])
+def test_tables_on_disk_give_the_same_run_and_leave_nothing(tmp_path: Path, name: str) -> None:
+    for table in ("memory", "disk"):
+        chosen = tiny(name, runtime={"table": table}, stop={"updates": 30})
+        prepared = prepare(chosen)
+        rows = run(prepared, tmp_path / table)
+        taken = [next(rows) for _ in range(10)]
+        there = [path.suffix for path in (tmp_path / table).glob("store/*")]
+        assert there == ([".rows"] if table == "disk" else [])
+        taken += list(rows)
+        assert not list((tmp_path / table).glob("store/*.rows"))
+        assert tomllib.loads((tmp_path / table / "config.toml").read_text())["runtime"]["table"] == table
+        summary = json.loads((tmp_path / table / "summary.json").read_text())
+        assert (summary["file_bytes"] > 0) == (table == "disk")
+        if table == "memory":
+            expected = [row for row in taken if not isinstance(row, Measurement)]
+        else:
+            assert [row for row in taken if not isinstance(row, Measurement)] == expected
+    first, second = (load_file(tmp_path / table / "model.safetensors") for table in ("memory", "disk"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_table_is_chosen_by_rule() -> None:
+    assert Config().runtime.table == "auto"
+    assert prepare(tiny("ace")).config.runtime.table == "memory"
+    assert prepare(tiny("ace", runtime={"table": "disk"})).config.runtime.table == "disk"
+    with pytest.raises(InputError, match=r"runtime\.table = 'disc' is not known; did you mean 'disk'"):
+        tiny("ace", runtime={"table": "disc"})
 
 
 def test_threads_are_put_back(tmp_path: Path) -> None:

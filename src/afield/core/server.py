@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from afield.core.errors import InputError, within
 from afield.core.flat import finite
+from afield.core.places import choose, place
 from afield.core.protocols import Distiller, Journal, Strategy
 from afield.core.statistics import Gathering
 from afield.core.types import OpenTask, OpenUpdate, Receipt, ServerState, Task, Update
@@ -83,6 +85,7 @@ class Server:
         self.leases: dict[int, Lease] = {}
         self.counts: dict[int, int] = {}  # tasks handed out so far, per client
         self.issued = 0
+        self._home: tuple[str, Path | None] | None = None
 
     @property
     def version(self) -> int:
@@ -98,6 +101,16 @@ class Server:
         out[: self.parameters] = state.params
         out[self.parameters :] = state.statistics
         return out
+
+    def keep_tables(self, kind: str = "auto", folder: Path | None = None, generation: int = 0) -> str:
+        """Have the tables in "memory" or on "disk", those yet to be made too; gives which ("auto": core/places.py).
+
+        Without a folder files are temporary. A state that came from a snapshot of this number finds its files there.
+        """
+        chosen = choose(kind, self.state)
+        self._home = (chosen, folder)
+        place(self.state, chosen, folder, generation)
+        return chosen
 
     def checkout(self, client: int, now: float, version: int | None = None) -> Task:
         """Hand out a task: leases the newest version (or one still leased), and a correction if there is one."""
@@ -140,6 +153,8 @@ class Server:
         if self.refines:
             refining: Any = self.strategy
             refining.refine(self.state, borrowed, self.distiller)
+            if self._home is not None:
+                place(self.state, *self._home)  # its table is made at the first update
         self._release(update.task)
         return receipt
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from afield.core.errors import one_of, within
 from afield.core.keys import Stream, mix, noise
+from afield.core.rows import RowFile, aligned
 from afield.core.types import Task
 
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -96,8 +97,9 @@ class ClientTable:
     width: int
     blank: Tensor  # no elements: the type and the device of a row
     initial: Tensor | None
-    rows: dict[int, Tensor] = field(default_factory=dict)  # those written
+    rows: dict[int, Tensor] = field(default_factory=dict)  # those written and in memory
     scales: dict[int, Tensor] = field(default_factory=dict)  # int8 only: one per block
+    file: RowFile | None = None  # where the rows are if not in memory (core/places.py)
     # rows change by torch's own operations only, which it counts: a snapshot leaves out those that did not
     steady: ClassVar[bool] = True
 
@@ -114,9 +116,19 @@ class ClientTable:
     def __len__(self) -> int:
         return self.clients
 
+    @property
+    def length(self) -> int:
+        """Bytes that a row takes in a file."""
+        return aligned(self._scales_from + 4 * self._blocks)
+
+    @property
+    def in_file(self) -> int:
+        """Bytes of the rows that are in a file now."""
+        return 0 if self.file is None else len(self.file.slots) * self.length
+
     def has(self, client: int) -> bool:
         """Whether this client's row was ever written."""
-        return client in self.rows
+        return client in (self.rows if self.file is None else self.file.slots)
 
     def exchange(
         self, task: Task, seed: int, value: Tensor, minus: Tensor | None = None
@@ -127,36 +139,96 @@ class ClientTable:
         before the next chunk. Both are as stored, and not to be written to.
         """
         client = task.client
-        row, scales = self.rows.get(client), self.scales.get(client)
+        row, scales = self._found(client, "old")
         in_place = row is not None and row.dtype == value.dtype
-        if row is None:
-            row = self.blank.new_empty(self.width)
-            if self.precision == "int8":
-                scales = self.blank.new_empty(-(-self.width // BLOCK), dtype=torch.float32)
-        key = mix(seed, client, task.count, Stream.QUANTISE) if scales is not None else 0
+        place, marks = self._room() if row is None or self.file is not None else (row, scales)
+        key = mix(seed, client, task.count, Stream.QUANTISE) if marks is not None else 0
         for part in chunks(value):
-            place, scale = row[part], None if scales is None else scales[_blocks(part)]
+            mark = None if marks is None else marks[_blocks(part)]
             less = None if minus is None else minus[part]
-            write = partial(_write, place, scale, value[part], less, key, part.start)
-            yield part, place if in_place else self.stored(client, part, value.dtype), write
-        self.rows[client] = row
-        if scales is not None:
-            self.scales[client] = scales
+            write = partial(_write, place[part], mark, value[part], less, key, part.start)
+            old = row[part] if in_place and row is not None else self._read(row, scales, part, value.dtype)
+            yield part, old, write
+        self._keep(client, place, marks)
 
     def stored(self, client: int, part: slice, dtype: torch.dtype) -> Tensor:
-        """A part of a row (from a block's start) as stored: borrowed, and until the next exchange only."""
-        row = self.rows.get(client)
-        if row is None:
-            if self.initial is not None:
-                return self.initial[part].to(dtype)
-            return self.blank.new_zeros(part.stop - part.start, dtype=dtype)
-        if self.precision != "int8":
-            return row[part].to(dtype)
-        return dequantise(row[part], self.scales[client][_blocks(part)]).to(dtype)
+        """A part of a row (from a block's start) as stored: borrowed, and until the next exchange only.
+
+        Of rows in a file one is at hand beside that of an exchange: read a row's parts in turn.
+        """
+        return self._read(*self._found(client, "other"), part, dtype)
 
     def row(self, client: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of one row as stored."""
         return self.stored(client, slice(0, self.width), dtype).clone()
+
+    # -- rows in a file ---------------------------------------------------------------------------------------
+
+    def move(self, file: RowFile) -> None:
+        """Let the rows be in this file, which has none yet."""
+        for client in sorted(self.rows):
+            self._file(file, client, self.rows[client], self.scales.get(client))
+        self.file = file
+        self.rows.clear()
+        self.scales.clear()
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.width // BLOCK) if self.precision == "int8" else 0
+
+    @property
+    def _scales_from(self) -> int:
+        return aligned(self.width * self.blank.itemsize)
+
+    def _split(self, memory: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A row and its scales, views of a file's bytes."""
+        row = memory[: self.width * self.blank.itemsize].view(self.blank.dtype)
+        if not self._blocks:
+            return row, None
+        return row, memory[self._scales_from : self._scales_from + 4 * self._blocks].view(torch.float32)
+
+    def _found(self, client: int, use: str) -> tuple[Tensor | None, Tensor | None]:
+        """A row as it is, and its scales; `use` names the memory that a row from a file takes."""
+        if self.file is None:
+            return self.rows.get(client), self.scales.get(client)
+        memory = self.file.read(client, use)
+        if memory is None:
+            return None, None
+        row, scales = self._split(memory)
+        return row.to(self.blank.device), None if scales is None else scales.to(self.blank.device)
+
+    def _room(self) -> tuple[Tensor, Tensor | None]:
+        """Memory for a row to come."""
+        if self.file is not None:
+            self.file.reserve()
+            if self.blank.is_cpu:
+                return self._split(self.file.blank())
+        scales = self.blank.new_empty(self._blocks, dtype=torch.float32) if self._blocks else None
+        return self.blank.new_empty(self.width), scales
+
+    def _keep(self, client: int, row: Tensor, scales: Tensor | None) -> None:
+        if self.file is not None:
+            return self._file(self.file, client, row, scales)
+        self.rows[client] = row
+        if scales is not None:
+            self.scales[client] = scales
+
+    def _file(self, file: RowFile, client: int, row: Tensor, scales: Tensor | None) -> None:
+        place, marks = self._split(file.blank())
+        if place.data_ptr() != row.data_ptr():
+            place.copy_(row)
+            if marks is not None and scales is not None:
+                marks.copy_(scales)
+        file.write(client)
+
+    def _read(self, row: Tensor | None, scales: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
+        if row is None:
+            if self.initial is not None:
+                return self.initial[part].to(dtype)
+            return self.blank.new_zeros(part.stop - part.start, dtype=dtype)
+        if scales is None:
+            return row[part].to(dtype)
+        return dequantise(row[part], scales[_blocks(part)]).to(dtype)
 
 
 def _blocks(part: slice) -> slice:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from afield.core.errors import InputError, closest, one_of, within
+from afield.core.places import KINDS
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.codec import Table, assign, decode, dumps, encode, merge
 from afield.runtimes.terms import Manners, Measuring, Stop
@@ -83,17 +84,19 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What moves tasks and updates, and on what. Threads and block are chosen by rule where left out."""
+    """What moves tasks and updates, and on what. Threads, block and table are chosen by rule where left out."""
 
     name: str = "simulator"
     device: str = "cpu"
     threads: int | None = None
     block: int | None = None
+    table: str = "auto"  # where a strategy keeps a vector per client: "memory" or "disk" (core/places.py)
     model: bool = True  # whether the trained model is kept in the run folder
     receipts: bool = True  # likewise the log of updates, which needs pyarrow
 
     def __post_init__(self) -> None:
         one_of("name", self.name, ("simulator",))
+        one_of("table", self.table, KINDS)
         for name in ("threads", "block"):
             if getattr(self, name) is not None:
                 within(name, getattr(self, name), 1, math.inf)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afield.core.places import tables
 from afield.core.protocols import Distiller
 from afield.core.types import Receipt
 from afield.runtimes.simulator import Simulator
@@ -87,7 +88,8 @@ class Tally:
             "refused": self._refused,
             "interrupted": simulator.interrupted,
             "versions_held": self._held,  # the most versions kept at one time for tasks in flight
-            "server_bytes": size_of(server.state),  # the strategy's state at the end
+            "server_bytes": size_of(server.state),  # the strategy's state at the end, in memory ...
+            "file_bytes": sum(table.in_file for _, table in tables(server.state)),  # ... and rows on disk
             "client_bytes": _largest(simulator.held.previous if simulator.held else {}),
             "device": torch.cuda.get_device_name(device) if cuda else "cpu",
             "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,

@@ -28,6 +28,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: str, receipts: bool = True) -> None:
         self.path = path
+        self.store = path / "store"  # what resuming needs; made by who writes to it
         new_folder(path)
         self._keeps = receipts
         if receipts:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError
 from afield.core.flat import Layout
+from afield.core.places import choose, discard
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, Source
 from afield.experiments.costs import Tally, Timed
@@ -111,10 +112,11 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         trainers.setdefault(key, simulator.trainer)
     method = simulator.trainer.method
     count = config.runtime.threads or thread_count(layout.size, method)
+    table = choose(config.runtime.table, simulator.server.state)
     config = replace(
         config,
         training=config.training.by(method),
-        runtime=replace(config.runtime, threads=count, block=block),
+        runtime=replace(config.runtime, threads=count, block=block, table=table),
     )
     return Prepared(config, module, simulator)
 
@@ -134,6 +136,7 @@ def written(
     """A new run folder: gives a function that takes its rows; ends with the summary where the run came to its end."""
     runtime = prepared.config.runtime
     into = RunFolder(folder, prepared.config.toml(), runtime.receipts)
+    prepared.simulator.server.keep_tables(runtime.table, into.store)
     tally = Tally(prepared.simulator, together)
 
     def write(row: Receipt | Measurement) -> None:
@@ -154,6 +157,8 @@ def written(
         if finished and runtime.model:
             Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
         into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
+        if finished:
+            discard(prepared.simulator.server.state)
 
 
 def load_data(config: Config) -> tuple[Dataset, Model, More | None]:

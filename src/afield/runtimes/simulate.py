@@ -165,14 +165,16 @@ def simulate(
     loss: str = "cross-entropy",
     device: str = "cpu",
     method: str = "auto",
+    table: str = "auto",
     **parts: Any,
 ) -> Result:
     """Simulate a federation: any module, one data set per client.
 
     Ends at the first of `updates`, `versions`, `time` (virtual) or test `accuracy`. `method` says how local training
-    is computed (training/choose.py); `diagnose` also records why steps err (runtimes/diagnose.py). `parts` are the
-    rest of the scenario, as for `assemble`: delay, availability, scheduler, rounds, local, unlabelled, training,
-    seed, block. The module given is left as it is; the result holds a trained copy.
+    is computed (training/choose.py), `table` where a vector per client is kept (core/places.py); `diagnose` also
+    records why steps err (runtimes/diagnose.py). `parts` are the rest of the scenario, as for `assemble`: delay,
+    availability, scheduler, rounds, local, unlabelled, training, seed, block. The module given is
+    left as it is; the result holds a trained copy.
     """
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
@@ -192,6 +194,7 @@ def simulate(
         device=device,
         **{"training": Training(method), **parts},
     )
+    simulator.server.keep_tables(table)
     receipts: list[Receipt] = []
     metrics: list[dict[str, Any]] = []
     of_clients: list[dict[str, Any]] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from afield.core.errors import InputError
 from afield.core.held import HeldDeltas
+from afield.core.rows import RowFile
 from afield.core.server import Lease
 from afield.core.statistics import Gathering
 from afield.core.table import ClientTable
@@ -20,7 +21,7 @@ Kind = type | Callable[[Mapping[str, Any]], Any]
 CORE: dict[str, Kind] = {
     kind.__name__: kind
     for kind in (
-        Task, Update, Receipt, LocalResult, ServerState, Lease, Versions, Gathering, ClientTable, HeldDeltas,
+        Task, Update, Receipt, LocalResult, ServerState, Lease, Versions, Gathering, ClientTable, RowFile, HeldDeltas,
     )
 }  # fmt: skip
 
