@@ -128,7 +128,7 @@ class Simulator:
         self.asked: list[int] = []  # tasks of the block that is being trained
         self.late = deque[Receipt | Measurement]()  # rows that are not handed out yet
         self.pausing = False  # `walk` is to stop before the next block
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     # -- what flows use ---------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class Simulator:
         losses = [loss for loss in since.losses if math.isfinite(loss)]
         return Measurement(
             time=self.now,
-            wall=time.perf_counter() - self._began,
+            wall=time.perf_counter() - self.began,
             version=self.server.version,
             updates=self.updates,
             steps=self.steps_done,
