@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +158,41 @@ class Server:
     def cancel(self, task: Task) -> None:
         """Take a task back: its update will never be used."""
         self._release(task)
+
+    def refusal(self, update: Update) -> str:
+        """Why this update would be refused now; empty where it would be accepted."""
+        return self._refusal(update, self.state.version - update.task.version)
+
+    def picture(self) -> dict[str, Any]:
+        """Everything that changes: borrowed, and valid until the next call."""
+        versions = Versions(self.versions.models, self.versions.leases)  # spare vectors hold nothing
+        return {
+            "state": self.state,
+            "versions": versions,
+            "leases": self.leases,
+            "counts": self.counts,
+            "issued": self.issued,
+        }
+
+    def restore(self, picture: Mapping[str, Any]) -> None:
+        """Continue from what `picture` gave; the picture is the server's own from here on."""
+        mine, theirs = self.state, picture["state"]
+        for what, one, two in (
+            ("a state", type(mine).__name__, type(theirs).__name__),
+            ("parameters", tuple(mine.params.shape), tuple(theirs.params.shape)),
+            ("a type", mine.params.dtype, theirs.params.dtype),
+            ("normalisation statistics", mine.statistics is None, theirs.statistics is None),
+        ):
+            if one != two:
+                raise InputError(
+                    f"the stored server has {what} of {two}, this one of {one}: "
+                    "give the strategy and the model that it was begun with"
+                )
+        self.state = theirs
+        self.versions = picture["versions"]
+        self.leases = picture["leases"]
+        self.counts = picture["counts"]
+        self.issued = picture["issued"]
 
     def _refusal(self, update: Update, staleness: int) -> str:
         task = update.task

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +98,8 @@ class ClientTable:
     initial: Tensor | None
     rows: dict[int, Tensor] = field(default_factory=dict)  # those written
     scales: dict[int, Tensor] = field(default_factory=dict)  # int8 only: one per block
+    # rows change by torch's own operations only, which it counts: a snapshot leaves out those that did not
+    steady: ClassVar[bool] = True
 
     @classmethod
     def like(

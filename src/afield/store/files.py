@@ -1,0 +1,116 @@
+"""The few acts on files that the store makes: each one durable, and each failure with a name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from afield.core.errors import InputError
+
+Piece = Any  # whatever has the buffer protocol: bytes, a memoryview, a numpy array of bytes
+AT_ONCE = 512  # pieces in one call of writev: the system allows 1,024
+
+# Called before every act with its name, the file and what is about to be written. Tests stop the process here.
+before: Callable[[str, int, Sequence[Piece]], None] | None = None
+
+REMEDIES = {
+    errno.ENOSPC: "the disk is full: make room",
+    errno.EDQUOT: "the quota is used up: make room",
+    errno.EFBIG: "the file-size limit is reached: raise it (ulimit -f)",
+    errno.EROFS: "the file system is read-only: choose a folder that can be written",
+    errno.EACCES: "not allowed: choose a folder that can be written",
+    errno.EPERM: "not allowed: choose a folder that can be written",
+    errno.ENOTDIR: "a file stands where a folder should be: choose another folder",
+    errno.EEXIST: "a file stands where a folder should be: choose another folder",
+    errno.ENOENT: "it does not exist: choose an existing folder",
+    errno.EIO: "the disk reports an error: check it, and use another",
+}
+
+
+@contextmanager
+def named(path: Path, act: str) -> Iterator[None]:
+    """Turn what the system reports into an InputError that says which file, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "check the folder and the disk")
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise InputError(
+            f"cannot {act} {path} ({reason}): {remedy}; what was stored before is unharmed"
+        ) from (error)
+
+
+def reached(act: str, fd: int = -1, pieces: Sequence[Piece] = ()) -> None:
+    if before is not None:
+        before(act, fd, pieces)
+
+
+def make(folder: Path) -> None:
+    """The folder, and its name on the disk."""
+    with named(folder, "make the folder"):
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
+
+
+def write(fd: int, pieces: Sequence[Piece]) -> int:
+    """Write all of the pieces at the file's position; gives how many bytes they are."""
+    reached("write", fd, pieces)
+    left = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
+    total = sum(view.nbytes for view in left)
+    first = 0
+    while first < len(left):
+        done = os.writev(fd, left[first : first + AT_ONCE])
+        while first < len(left) and done >= left[first].nbytes:
+            done -= left[first].nbytes
+            first += 1
+        if done:  # a signal, or 2 GiB, ended the call in the middle of a piece
+            left[first] = left[first][done:]
+    return total
+
+
+def sync(fd: int) -> None:
+    reached("fsync", fd)
+    os.fdatasync(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in the folder durable."""
+    reached("fsync-folder")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a finished file its name, durably."""
+    reached("rename")
+    os.replace(old, new)
+    sync_folder(new.parent)
+
+
+def remove(path: Path) -> None:
+    reached("remove")
+    path.unlink(missing_ok=True)
+
+
+def forget(fd: int) -> None:
+    """Drop the file from the page cache: what is read next comes from the disk."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(fd: int, out: Piece, offset: int) -> bool:
+    """Fill `out` from there; False where the file ends before."""
+    view = memoryview(out).cast("B")
+    while view.nbytes:
+        got = os.preadv(fd, [view], offset)
+        if got == 0:
+            return False
+        view, offset = view[got:], offset + got
+    return True
