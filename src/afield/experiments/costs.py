@@ -55,7 +55,7 @@ def _settle(tensor: Tensor) -> None:
 class Tally:
     """Adds up the receipts of one run."""
 
-    _CHANGES = ("_clients", "_staleness", "_refused", "_held")
+    _CHANGES = ("_staleness", "_refused", "_held")
 
     def __init__(self, simulator: Simulator, together: int = 1) -> None:
         self._simulator = simulator
@@ -76,13 +76,15 @@ class Tally:
 
     def picture(self) -> dict[str, Any]:
         """What was added up so far, for a snapshot."""
-        found = {name: getattr(self, name) for name in self._CHANGES} | {"wall": self._wall()}
+        found = {name: getattr(self, name) for name in self._CHANGES}
+        found |= {"clients": torch.tensor(sorted(self._clients)), "wall": self._wall()}
         distiller = self._simulator.server.distiller
         return found | ({"distiller": dict(distiller.told())} if isinstance(distiller, Timed) else {})
 
     def restore(self, found: Mapping[str, Any]) -> None:
         for name in self._CHANGES:
             setattr(self, name, found[name])
+        self._clients = set(found["clients"].tolist())
         self._began = time.perf_counter() - found["wall"]
         distiller = self._simulator.server.distiller
         if isinstance(distiller, Timed):

@@ -20,6 +20,7 @@ from afield.core.types import Receipt
 
 SUMMARY = "summary.json"
 CONFIG = "config.toml"
+STORE = "store"  # snapshots and the owner's lock, while the run is unfinished (experiments/keep.py)
 EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an experiment
 METRICS, DIAGNOSTICS, MODEL = "metrics.jsonl", "diagnostics.jsonl", "model.safetensors"
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
@@ -43,10 +44,12 @@ class RunFolder:
         self._files = 0
         if again is None:
             new_folder(path)
-            write_whole(path / CONFIG, config)  # first: what has no config never began
-            write_whole(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         else:
+            path.mkdir(parents=True, exist_ok=True)
             self._cut(again)
+        if not (path / CONFIG).exists():  # the first file: what has none never began
+            write_whole(path / CONFIG, config)
+            write_whole(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         if receipts:
             (path / "receipts").mkdir(exist_ok=True)
         self._metrics = (path / METRICS).open("a", encoding="utf-8")
@@ -67,7 +70,9 @@ class RunFolder:
                 file.unlink()
         for number in range(position["files"]):
             if not (self.path / "receipts" / f"{number:05d}.parquet").is_file():
-                raise InputError(f"{self.path}/receipts/{number:05d}.parquet is missing: restore it from a copy")
+                raise InputError(
+                    f"{self.path}/receipts/{number:05d}.parquet is missing: restore it from a copy"
+                )
         for name, size in position["sizes"].items():
             file = self.path / name
             there = file.stat().st_size if file.exists() else 0
@@ -171,8 +176,9 @@ def _synced(path: Path) -> int:
 
 
 def check_new(path: Path) -> None:
-    """Raise if a run would write over something (an empty folder, or one that holds but its plan, is fine)."""
-    if path.exists() and (not path.is_dir() or any(entry.name != EXPERIMENT for entry in path.iterdir())):
+    """Raise if a run would write over something (a plan, and the lock of who begins it, are nothing yet)."""
+    fine = (EXPERIMENT, STORE)
+    if path.exists() and (not path.is_dir() or any(entry.name not in fine for entry in path.iterdir())):
         raise InputError(f"{path} exists and is never overwritten: choose another --out, or remove it")
 
 

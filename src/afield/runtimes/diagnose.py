@@ -151,7 +151,11 @@ class ObservedServer(Server):
 
     def notes(self) -> dict[str, Any]:
         """What a snapshot keeps beside the server's own."""
-        weights = {} if self.weights is None else {name: getattr(self.weights, name) for name in self.weights.changes}
+        weights = (
+            {}
+            if self.weights is None
+            else {name: getattr(self.weights, name) for name in self.weights.changes}
+        )
         return {"watch": self.watch, "weights": weights}
 
     def take(self, notes: Mapping[str, Any]) -> None:

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afield.core.errors import InputError
-from afield.core.server import Lease, Server
-from afield.core.types import LocalResult, Task
+from afield.core.types import LocalResult
 from afield.runtimes.diagnose import Held, ObservedServer, Step, Watch
 from afield.runtimes.simulator import Event, Simulator, Since
 from afield.store.kinds import Kind, kinds_of
@@ -41,8 +39,8 @@ def kinds(sim: Simulator) -> dict[str, Kind]:
 
 def picture(sim: Simulator) -> dict[str, Any]:
     """To be taken at a row, or before a block; borrowed: it holds the very objects that the run goes on with."""
-    if not sim.begun or sim.late:
-        raise RuntimeError("a simulation is pictured once it has begun, and when no row is left to hand out")
+    if not sim.still:
+        raise RuntimeError("a simulation is pictured while it runs, and when no row is left to hand out")
     done = {number: result for number, result in sim.results.items() if isinstance(result, LocalResult)}
     return {name: getattr(sim, name) for name in PLAIN} | {
         "heap": _columns(sim.heap),
@@ -50,13 +48,16 @@ def picture(sim: Simulator) -> dict[str, Any]:
         "results": done,
         "asked": [*sim.asked, *(number for number in sim.results if number not in done)],
         "wall": time.perf_counter() - sim.began,
-        "server": _server(sim.server),
+        "server": sim.server.picture(),
+        "notes": sim.server.notes() if isinstance(sim.server, ObservedServer) else None,
     }
 
 
 def restore(sim: Simulator, found: Mapping[str, Any]) -> None:
     """Put a simulation that was made from the same config where the picture was taken."""
-    _restore_server(sim.server, found["server"])
+    sim.server.restore(found["server"])
+    if isinstance(sim.server, ObservedServer):
+        sim.server.take(found["notes"])
     for name in PLAIN:
         setattr(sim, name, found[name])
     sim.heap, sim.near = _events(found["heap"]), _events(found["near"])
@@ -64,44 +65,6 @@ def restore(sim: Simulator, found: Mapping[str, Any]) -> None:
     sim.flights = {number: lease.task for number, lease in sim.server.leases.items()}
     sim.began = time.perf_counter() - found["wall"]
     sim.begun = True
-
-
-def _server(server: Server) -> dict[str, Any]:
-    """Columns, not objects: there may be a million clients."""
-    leases = list(server.leases.values())
-    tasks = [lease.task for lease in leases]
-    found = {
-        "state": server.state,
-        "tasks": torch.tensor([(t.number, t.client, t.count, t.version) for t in tasks]).reshape(-1, 4),
-        "started": torch.tensor([task.started for task in tasks], dtype=torch.float64),
-        "bases": dict(server.versions.models),
-        "corrections": {
-            lease.task.number: lease.correction for lease in leases if lease.correction is not None
-        },
-        "counts": torch.tensor([list(server.counts), list(server.counts.values())], dtype=torch.int64),
-        "issued": server.issued,
-    }
-    return found | ({"notes": server.notes()} if isinstance(server, ObservedServer) else {})
-
-
-def _restore_server(server: Server, found: Mapping[str, Any]) -> None:
-    fresh, state = server.state, found["state"]
-    if type(state) is not type(fresh) or state.params.shape != fresh.params.shape:
-        raise InputError(
-            f"the snapshot holds a {type(state).__name__} of {state.params.numel()} parameters, this run a "
-            f"{type(fresh).__name__} of {fresh.params.numel()}: use the strategy and the model that it was taken with"
-        )
-    server.state = state
-    server.issued = found["issued"]
-    server.counts = dict(zip(*found["counts"].tolist(), strict=True))
-    for row, started in zip(found["tasks"].tolist(), found["started"].tolist(), strict=True):
-        task = Task(*row, started)
-        base = found["bases"][task.version]
-        server.versions.models[task.version] = base
-        server.versions.leases[task.version] = server.versions.leases.get(task.version, 0) + 1
-        server.leases[task.number] = Lease(task, base, found["corrections"].get(task.number))
-    if isinstance(server, ObservedServer):
-        server.take(found["notes"])
 
 
 def _columns(events: list[Event]) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,7 @@ class Measurement:
     staleness: float | None  # mean over the updates since the last measurement
     train_loss: float | None  # likewise
     values: Mapping[str, Any]
-    clients: Mapping[str, list[Any]] | None = (
-        None  # what was found of each client, where the run is diagnosed
-    )
+    clients: Mapping[str, list[Any]] | None = None  # the same of each client, where the run is diagnosed
 
     def row(self) -> dict[str, Any]:
         row = {name: getattr(self, name) for name in self.__slots__ if name not in ("values", "clients")}
@@ -169,6 +167,11 @@ class Simulator:
         task = self.flights.pop(number)
         self.results.pop(number, None)
         self.server.cancel(task)
+
+    @property
+    def still(self) -> bool:
+        """Whether the run is at a point where it can be pictured (runtimes/picture.py)."""
+        return self.begun and not self.late and not self.ended
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
