@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import pytest
 from playback import BATTERY
 from tiny import tiny
 
-from afield.core.errors import InputError
 from afield.core.protocols import Strategy
-from afield.experiments import keep
 from afield.experiments.codec import encode
-from afield.experiments.config import REGISTRIES, Config, config
+from afield.experiments.config import REGISTRIES, Config
 from afield.experiments.keep import Asking, StoppedError, stored
 from afield.experiments.run import prepare, run
-from afield.experiments.sweep import prepare_all, run_together
 
 NEVER = {"seconds": "inf"}
 WALL = ("wall", "distil_wall", "infer_wall")  # what the clock decides

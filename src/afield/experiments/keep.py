@@ -69,6 +69,18 @@ class Asking:
         self.asked = True
 
 
+@contextmanager
+def stoppable(command: str) -> Generator[Asking]:
+    """Let Ctrl-C stop what goes on inside; whoever hears of it is told the command that goes on."""
+    try:
+        with Asking() as asking:
+            yield asking
+    except StoppedError:
+        raise StoppedError(f"stopped, all is saved; go on by: {command}") from None
+    except KeyboardInterrupt:
+        raise StoppedError(f"interrupted; go on from the last snapshot by: {command}") from None
+
+
 class Record:
     """The rows of one run on their way into its folder."""
 
@@ -188,7 +200,7 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
         for record in records:
             stack.callback(record.close, finished=False)
         for number, record in enumerate(records):
-            if found is None or number in found:
+            if number in found if found is not None else not (again and finished(record.folder)):
                 record.open(None if found is None else found[number], again)
         keeping.versions = keeping._versions()
         keeping.empty = found is None
