@@ -112,8 +112,15 @@ SCENES: dict[str, dict[str, Any]] = {
     "by time": {"measure": {"time": 0.3}, "stop": {"time": 6.0}},
     "accuracy": {"stop": {"updates": 400, "accuracy": 0.4}},
     "loop": {"training": {"method": "loop"}},
+    "workers": {"training": {"method": "workers"}},
+    "workers, rows in files": {
+        "training": {"method": "workers"},
+        "strategy": {"name": "mr-asyncfl"},
+        "runtime": {"table": "disk", "block": 3},
+    },
     "block of 2": {"runtime": {"block": 2}},
     "block of 1": {"runtime": {"block": 1}},
+    "in files": {"strategy": {"name": "mr-asyncfl"}, "runtime": {"table": "disk"}},
     "int8": {"strategy": {"name": "ca2fl", "size": 2, "precision": "int8"}},
     "diagnosed": {"strategy": {"name": "ace"}, "measure": {"versions": 3, "diagnose": True}},
     "diagnosed buffer": {

@@ -16,7 +16,7 @@ from afield.cli.screen import screen
 from afield.core.errors import InputError
 from afield.experiments.config import Experiment, experiment, presets, read
 from afield.experiments.folder import STORE, check_new, slug
-from afield.experiments.keep import finished, stoppable
+from afield.experiments.keep import clear, finished, stoppable
 from afield.experiments.plan import read_plan, write_plan
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
@@ -148,6 +148,7 @@ def _run_all(chosen: Experiment, folder: Path, places: list[Path], again: bool =
     with stoppable(f"afield resume {shlex.quote(str(folder))}") as asking, Progress(chosen.runs) as progress:
         if chosen.sweep.together and len(places) > 1:
             if all(finished(place) for place in places):
+                clear(folder / STORE)
                 return
             runs = prepare_all(chosen.runs)
             with closing(run_together(runs, places, folder / STORE, again=again, asking=asking)) as numbered:
@@ -158,6 +159,7 @@ def _run_all(chosen: Experiment, folder: Path, places: list[Path], again: bool =
             return
         for config, place in zip(chosen.runs, places, strict=True):
             if finished(place):
+                clear(place / STORE)
                 progress.done(config, "time")
                 continue
             prepared = prepare(config)

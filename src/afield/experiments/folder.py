@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -17,14 +18,17 @@ from torch import nn
 
 from afield.core.errors import InputError
 from afield.core.types import Receipt
+from afield.store.files import named
 
 SUMMARY = "summary.json"
 CONFIG = "config.toml"
 STORE = "store"  # snapshots and the owner's lock, while the run is unfinished (experiments/keep.py)
 EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an experiment
-METRICS, DIAGNOSTICS, MODEL = "metrics.jsonl", "diagnostics.jsonl", "model.safetensors"
+ENVIRONMENT, METRICS, DIAGNOSTICS = "environment.json", "metrics.jsonl", "diagnostics.jsonl"
+MODEL = "model.safetensors"
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
 ROWS = 50_000  # receipts per file
+log = logging.getLogger("afield")
 _TENSORS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 _KINDS = {"int": "int64", "float": "float64", "bool": "bool_", "str": "string"}
 
@@ -49,17 +53,22 @@ class RunFolder:
             self._cut(again)
         if not (path / CONFIG).exists():  # the first file: what has none never began
             write_whole(path / CONFIG, config)
-            write_whole(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-        if receipts:
-            (path / "receipts").mkdir(exist_ok=True)
-        self._metrics = (path / METRICS).open("a", encoding="utf-8")
+        if not (path / ENVIRONMENT).exists():
+            write_whole(path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+        elif again is not None:
+            _warn(path)
+        with named(path, "write to"):
+            if receipts:
+                (path / "receipts").mkdir(exist_ok=True)
+            self._metrics = (path / METRICS).open("a", encoding="utf-8")
 
     def position(self) -> dict[str, Any]:
         """How far the files are, all of it on the disk; what is not in a file yet is told whole."""
-        self._metrics.flush()
         sizes = {}
-        for name in (METRICS, DIAGNOSTICS):
-            sizes[name] = _synced(self.path / name) if (self.path / name).exists() else 0
+        with named(self.path, "write to"):
+            self._metrics.flush()
+            for name in (METRICS, DIAGNOSTICS):
+                sizes[name] = _synced(self.path / name) if (self.path / name).exists() else 0
         return {"sizes": sizes, "files": self._files, "rows": columns(self._rows)}
 
     def _cut(self, position: Mapping[str, Any]) -> None:
@@ -92,19 +101,24 @@ class RunFolder:
             self._flush()
 
     def metric(self, row: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()  # `compare` and a curious user may read along
+        with named(self.path / METRICS, "write"):
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()  # `compare` and a curious user may read along
 
     def diagnosis(self, row: Mapping[str, Any]) -> None:
         """What was found of each client at a measurement: lists too long for the metrics."""
-        with (self.path / DIAGNOSTICS).open("a", encoding="utf-8") as file:
+        path = self.path / DIAGNOSTICS
+        with named(path, "write"), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def close(self, module: nn.Module | None, summary: Mapping[str, Any] | None = None) -> None:
         """Finish: the summary is written last, so its presence says that the run is complete."""
-        if self._keeps:
-            self._flush()
-        self._metrics.close()
+        try:
+            if self._keeps:
+                self._flush()
+        finally:
+            with named(self.path / METRICS, "write"):
+                self._metrics.close()
         if module is not None:
             from safetensors.torch import save_file
 
@@ -116,7 +130,9 @@ class RunFolder:
                 else value.detach().clone()
                 for name, value in module.state_dict(keep_vars=True).items()
             }
-            save_file(state, str(self.path / MODEL))
+            with named(self.path / MODEL, "write"):
+                save_file(state, str(self.path / MODEL))
+                _synced(self.path / MODEL)
         if summary is not None:
             told = {**summary, "afield": package_version("afield")}
             write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
@@ -132,8 +148,9 @@ class RunFolder:
             kind = getattr(pa, _KINDS[str(column.type)])()
             found[column.name] = pa.array([getattr(row, column.name) for row in self._rows], kind)
         file = self.path / "receipts" / f"{self._files:05d}.parquet"
-        parquet.write_table(pa.table(found), file)
-        _synced(file)
+        with named(file, "write"):
+            parquet.write_table(pa.table(found), file)
+            _synced(file)
         self._files += 1
         self._rows.clear()
 
@@ -163,9 +180,10 @@ def receipts_of(found: Mapping[str, Any]) -> list[Receipt]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there as a whole or not at all."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    _synced(draft)
-    os.replace(draft, path)
+    with named(path, "write"):
+        draft.write_text(text, encoding="utf-8")
+        _synced(draft)
+        os.replace(draft, path)
 
 
 def _synced(path: Path) -> int:
@@ -202,6 +220,18 @@ def environment() -> dict[str, Any]:
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def _warn(path: Path) -> None:
+    """Say so where a run goes on with other code than it began with: only the same code gives the same bits."""
+    try:
+        before = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))["packages"]
+    except (OSError, ValueError, KeyError):
+        return
+    for name in ("afield", "torch"):
+        if before.get(name) != (now := package_version(name)):
+            text = "%s began with %s %s and goes on with %s: its bits may differ"
+            log.warning(text, path, name, before.get(name), now)
 
 
 def slug(label: str) -> str:

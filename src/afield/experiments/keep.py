@@ -25,6 +25,7 @@ from torch import nn
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import Receipt
+from afield.experiments.config import FORMAT as CONFIG_FORMAT
 from afield.experiments.config import Config, Saving, config
 from afield.experiments.costs import Tally
 from afield.experiments.folder import CONFIG, START, STORE, SUMMARY, RunFolder, new_folder
@@ -216,19 +217,37 @@ def finished(folder: Path) -> bool:
 def stored(folder: Path) -> Config:
     """The config of a run that is to be taken up: with the method, block limit and threads that it began with."""
     try:
-        return config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        table = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{folder} holds no run: it has no {CONFIG}; give the folder of a run") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / CONFIG} is not TOML: {error}; restore it from a copy") from None
+    check_format(folder / CONFIG, table.get("format"))
+    return config(table)
+
+
+def check_format(file: Path, found: Any) -> None:
+    """Raise where a file is of another format, before any of its keys is looked at."""
+    if found != CONFIG_FORMAT:
+        newer = isinstance(found, int) and found > CONFIG_FORMAT
+        remedy = "update afield" if newer else "use the afield that wrote it"
+        raise InputError(f"{file} has format {found}, this afield reads {CONFIG_FORMAT}: {remedy}")
+
+
+def clear(store: Path) -> None:
+    """Remove the store of what is finished, left by a process that was killed just before it did."""
+    if store.is_dir():
+        with suppress(InputError), Owner(store):  # another process may be about to
+            shutil.rmtree(store, ignore_errors=True)
 
 
 def group(store: Path) -> list[str]:
-    """The folders of the runs that the newest snapshot of a store is about; none where there is no snapshot."""
+    """The folders of the runs that the newest snapshot of a store is about; none where all of them are finished."""
     if not store.is_dir():
         return []
     snapshots = Snapshots(store, {})
     for generation in reversed(snapshots.generations()):
         with suppress(DamagedError):
-            return list(snapshots.mark(generation)["folders"])
+            names = list(snapshots.mark(generation)["folders"])
+            return [] if all(finished(store.parent / name) for name in names) else names
     return []

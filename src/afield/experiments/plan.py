@@ -11,8 +11,8 @@ from pathlib import Path
 from afield.core.errors import InputError
 from afield.experiments.codec import decode, dumps, encode
 from afield.experiments.config import FORMAT, OWN, REGISTRIES, Experiment, config
-from afield.experiments.folder import CONFIG, EXPERIMENT, new_folder, write_whole
-from afield.experiments.keep import stored
+from afield.experiments.folder import CONFIG, EXPERIMENT, STORE, new_folder, write_whole
+from afield.experiments.keep import check_format, group, stored
 
 
 def write_plan(chosen: Experiment, folder: Path, places: Sequence[Path]) -> None:
@@ -36,14 +36,15 @@ def read_plan(folder: Path) -> tuple[Experiment, list[Path]]:
             command = json.loads(plan.read_text(encoding="utf-8")).get("command", "afield reproduce")
             raise InputError(f"{folder} holds a reproduction, which goes on by: {command} --out {folder}")
         found = stored(folder)  # one run of several, or one that was run from Python
+        for above in folder.absolute().parents[:2]:  # that of an experiment, or of a reproduction
+            if str(folder.absolute().relative_to(above)) in group(above / STORE):
+                raise InputError(
+                    f"{folder} is trained together with others, and goes on with them: give the folder {above}"
+                )
         return Experiment(name=folder.name, seeds=(found.seed,), runs=(found,)), [folder]
     try:
         table = tomllib.loads((folder / EXPERIMENT).read_text(encoding="utf-8"))
-        if table["format"] != FORMAT:
-            raise InputError(
-                f"{folder / EXPERIMENT} has format {table['format']}, this afield reads {FORMAT}: "
-                "use the afield that began it"
-            )
+        check_format(folder / EXPERIMENT, table.get("format"))
         places = [folder / run["folder"] for run in table["runs"]]
         runs = tuple(config(run["config"]) for run in table["runs"])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:

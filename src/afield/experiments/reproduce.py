@@ -19,8 +19,8 @@ from typing import Any
 
 from afield.core.errors import InputError
 from afield.experiments.config import Config, Sweep
-from afield.experiments.folder import CONFIG, STORE
-from afield.experiments.keep import Asking, finished, stoppable, stored
+from afield.experiments.folder import STORE
+from afield.experiments.keep import Asking, clear, finished, stoppable, stored
 from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
 from afield.experiments.run import prepare, run
@@ -64,7 +64,7 @@ def reproduce(
     parts += ["--device", device] if device else []
     parts += ["--data", "DIR"] if data is not None else []
     parts += ["--stand-in"] if stand_in else []
-    parts += [word for setting in settings for word in ("--set", setting)]
+    chosen = [word for setting in settings for word in ("--set", setting)]
     with data_folder(data):
         return carry_out(
             preset,
@@ -75,9 +75,27 @@ def reproduce(
             stand_in=stand_in,
             only=only,
             collect=collect,
-            command=shlex.join(parts),
+            command=shlex.join(parts + chosen),
+            again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in),
             say=say,
         )
+
+
+def going_on(
+    parts: Sequence[str],
+    folder: Path,
+    seeds: Sequence[int] | None,
+    only: Sequence[str],
+    device: str | None,
+    data: Path | None,
+    stand_in: bool,
+) -> str:
+    """The command that goes on with what was stopped, here: the one in a result names no folder of a machine."""
+    given = {"--out": folder, "--device": device, "--data": data}
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
+    words += [word for label in only for word in ("--only", label)]
+    return shlex.join([*parts, *words, *(["--stand-in"] if stand_in else [])])
 
 
 def carry_out(
@@ -91,9 +109,10 @@ def carry_out(
     only: Sequence[str] = (),
     collect: bool = False,
     command: str = "",
+    again: str = "",
     say: Say = print,
 ) -> Path:
-    """The runs of a preset into `folder`, then its result."""
+    """The runs of a preset into `folder`, then its result. `again`: what to type where this is stopped."""
     cells = preset.cells(scale)
     light = ["runtime.model=false"]  # 45 MB each, and no table shows them
     if importlib.util.find_spec("pyarrow") is None:
@@ -112,7 +131,7 @@ def carry_out(
     missing = [job for job in wanted if not finished(job.folder)]
     if wanted:
         say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
-    with stoppable(f"{command} --out {shlex.quote(str(folder))}") as asking:
+    with stoppable(again) as asking:
         _run(_groups(wanted, preset.sweep(scale), folder / STORE), folder / STORE, asking, say)
     if importlib.util.find_spec("pyarrow") is None:
         say(f"no pyarrow here: make the result elsewhere by {command} --out {folder} --collect")
@@ -236,15 +255,19 @@ def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path) -> list[list[Job]]
     if len(first) < len(names) or not all(_same(job) for job in first):
         first = []  # other runs, or others of the same name
     rest = [job for job in wanted if job not in first and not finished(job.folder)]
+    for job in wanted:
+        if finished(job.folder) and job not in first:
+            clear(job.folder / STORE)
     width = sweep.limit if sweep.together else 1
     return ([first] if first else []) + [rest[start : start + width] for start in range(0, len(rest), width)]
 
 
 def _same(job: Job) -> bool:
     """Whether a run that was begun is the one that is wanted."""
-    if not (job.folder / CONFIG).is_file():
+    try:
+        there = stored(job.folder)
+    except InputError:  # it never began, or another afield began it
         return False
-    there = stored(job.folder)
     return there.runtime.device == job.config.runtime.device and not _difference(job.config, there)
 
 

@@ -26,6 +26,7 @@ from afield.runtimes.simulator import Measurement, Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset
 from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer
+from afield.training.choose import choose as method_for
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import Model, build
@@ -65,7 +66,11 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
     groups = _groups(config, dataset, data)
-    alike = (dataset, config.model, config.training, device)
+    # by what "auto" stands for, as the config of a run that is taken up names it
+    training = config.training
+    if training.method == "auto":
+        training = training.by(method_for(module, device))
+    alike = (dataset, config.model, training, device)
     if kin is not None and alike in kin.evaluators:
         evaluator = kin.evaluators[alike].sibling(groups)
     else:
@@ -83,7 +88,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         )
     # a label that a partition has changed makes another pool, unless that has room for both
     pool = (id(data.inputs), id(data.targets))
-    key = (pool, dataset.loss, config.model, config.local, config.training, device)
+    key = (pool, dataset.loss, config.model, config.local, training, device)
     trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
     by = trainers[key].sibling(data, config.seed) if key in trainers else None
     simulator = assemble(
