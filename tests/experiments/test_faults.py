@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import outcome, stopped_after, whole
+from stopping import outcome, stopped_after, whole
 from tiny import tiny
 
 from afield.core.errors import InputError

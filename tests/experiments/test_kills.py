@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from playback import BATTERY, tabled
-from test_resume import SCENES, of_battery, of_scene, outcome, whole
-from test_together import RUNS, places, together
+from stopping import RUNS, SCENES, of_battery, of_scene, outcome, places, together, whole
 
 from afield.experiments.config import Config
 from afield.experiments.folder import CONFIG

@@ -10,40 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_reproduce import quiet, written
-from test_resume import outcome, stopped_after
-from test_sweep import TABLE
+from stopping import RUNS, outcome, places, stopped_after, together
+from tinypaper import quiet, written
 
 from afield.core.errors import InputError
 from afield.experiments import reproduce as reproducing
-from afield.experiments.codec import merge
-from afield.experiments.config import Config, experiment
 from afield.experiments.keep import Asking, StoppedError, finished, stored
 from afield.experiments.plan import read_plan
-from afield.experiments.sweep import prepare_all, run_together
-
-RUNS = experiment(
-    merge(TABLE, {"seeds": [0]})
-    | {
-        "variants": [
-            *TABLE["variants"],
-            {
-                "label": "by the tape",
-                "strategy": {"name": "ca2fl", "size": 2},
-                "training": {"method": "vmap"},
-            },
-            {"label": "rows in a file", "strategy": {"name": "ace"}, "runtime": {"table": "disk"}},
-        ]
-    }
-).runs
-
-
-def places(folder: Path) -> list[Path]:
-    return [folder / str(number) for number in range(len(RUNS))]
-
-
-def together(folder: Path, runs: tuple[Config, ...], again: bool, asking: Asking | None = None) -> Any:
-    return run_together(prepare_all(runs), places(folder), again=again, asking=asking)
 
 
 @pytest.mark.parametrize("length", [17, 60])
@@ -141,7 +114,7 @@ def test_a_finished_group_whose_store_was_left_is_not_run_again(tmp_path: Path) 
     inner, kept = shutil.rmtree, tmp_path / "kept"
 
     def saved(path: Any, **options: Any) -> None:
-        if Path(path) == out / "store":
+        if Path(path) == out / "store" and Path(path).exists():
             shutil.copytree(path, kept, dirs_exist_ok=True)
         inner(path, **options)
 

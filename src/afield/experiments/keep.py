@@ -187,14 +187,14 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
 
     `again`: those that are there go on from the store's newest snapshot, or from their start where there is none.
     """
+    _check_unfinished(records, again)
     with ExitStack() as stack:
         for record in records:
             if not again:
                 new_folder(record.folder)
         for place in dict.fromkeys([*(record.folder / STORE for record in records), store]):
             stack.enter_context(Owner(place))
-        if again and all(finished(record.folder) for record in records):
-            raise InputError(f"{records[0].folder} is finished: there is nothing to resume")
+        _check_unfinished(records, again)  # now that no other process can change it
         keeping = Kept(records, store, records[0].settings.runtime.snapshots)
         found, generation = keeping.newest() if again else (None, 0)
         for record in records:
@@ -208,6 +208,11 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
         for place in (record.folder / STORE for record in records):
             shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(store, ignore_errors=True)
+
+
+def _check_unfinished(records: Sequence[Record], again: bool) -> None:
+    if again and all(finished(record.folder) for record in records):
+        raise InputError(f"{records[0].folder} is finished: there is nothing to resume")
 
 
 def finished(folder: Path) -> bool:
