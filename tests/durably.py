@@ -1,22 +1,24 @@
-"""A scripted life of a durable server: act number i depends on nothing but i and the server, so any restart goes on."""
+"""A scripted life of a durable server: an act depends on nothing but its number and the server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from playback import INPUTS, PARAMETERS, network
+from playback import INPUTS, PARAMETERS, network, same
 from torch import Tensor
 
 from afield.core.keys import generator, uniform
 from afield.core.server import Server
-from afield.core.types import LocalResult, Receipt, Task
+from afield.core.types import LocalResult, Receipt, Task, Update
 from afield.store.live import Durable
 from afield.training.distill import Distil
 
 CLIENTS = 5
+UPDATES = 24
 
 
 def first_day(strategy: Any, clients: int = CLIENTS) -> Server:
@@ -43,24 +45,22 @@ def trained(server: Server, task: Task) -> Tensor:
     return model
 
 
-def acts_of(strategy: Any, updates: int) -> list[tuple[str, int]]:
-    """(verb, client) until so many updates were sent: everyone trains all the time, or three in a round."""
+def acts_of(strategy: Any, updates: int, batch: int = 1) -> list[tuple[str, int]]:
+    """(verb, client) until so many updates were sent: everyone trains all the time, or three in a round.
+
+    `batch` updates, of different clients, come together.
+    """
     acts: list[tuple[str, int]] = []
     pace = getattr(strategy, "pace", "arrival")
+    group = batch if pace == "arrival" else 3
     if pace == "arrival":
         acts += [("checkout", client) for client in range(CLIENTS)]
-    for beat in range(updates):
-        if pace == "round":
-            client = (int(uniform(1, beat // 3) * CLIENTS) + beat % 3) % CLIENTS  # distinct within a round
-        else:
-            client = beat if beat < CLIENTS else int(uniform(2, beat) * CLIENTS)
-        if pace != "arrival":
-            acts.append(("checkout", client))
-        acts.append(("submit", client))
-        if pace == "arrival":
-            acts.append(("checkout", client))
-        elif beat % 3 == 2:
-            acts.append(("close", 0))
+    for first in range(0, updates, group):
+        start = first if first < CLIENTS else int(uniform(2, first) * CLIENTS)  # everyone once: warm-ups end
+        who = [(start + k) % CLIENTS for k in range(min(group, updates - first))]
+        sent = [("submit", client) for client in who]
+        asked = [("checkout", client) for client in who]
+        acts += [*sent, *asked] if pace == "arrival" else [*asked, *sent, ("close", 0)]
     return acts
 
 
@@ -69,18 +69,64 @@ def live(
     acts: list[tuple[str, int]],
     told: Callable[[Receipt], None] | None = None,
     until: int | None = None,
+    batch: int = 1,
+    sends: Callable[[list[Update]], None] | None = None,
 ) -> None:
-    """Go on from wherever the server stands; `told` is called where a client would get its receipt."""
-    server = door.server
-    while door.acts < (len(acts) if until is None else until):
+    """Go on from wherever the server stands; `told` is called where a client would get its receipt.
+
+    Up to `batch` updates in a row are submitted together, after `sends` was called with them.
+    """
+    server, end = door.server, len(acts) if until is None else until
+    while door.acts < end:
         verb, client = acts[door.acts]
         if verb == "checkout":
             door.checkout(client, float(door.acts))
         elif verb == "close":
             door.close_round()
         else:
-            task = next(lease.task for lease in server.leases.values() if lease.task.client == client)
-            result = LocalResult(trained(server, task), examples=1 + client, steps=2, rate=0.1)
-            receipt = door.submit(result.answer(task, float(door.acts)))
-            if told is not None:
-                told(receipt)
+            updates: list[Update] = []
+            for k in range(door.acts, min(door.acts + batch, end)):
+                verb, client = acts[k]
+                if verb != "submit":
+                    break
+                task = next(lease.task for lease in server.leases.values() if lease.task.client == client)
+                result = LocalResult(trained(server, task), examples=1 + client, steps=2, rate=0.1)
+                updates.append(result.answer(task, float(k)))
+            if sends is not None:
+                sends(updates)
+            for receipt in door.submit_all(updates):
+                if told is not None:
+                    told(receipt)
+
+
+def equal(one: Server, two: Server) -> bool:
+    """All that two servers hold, bit by bit."""
+    first, second = one.picture(), two.picture()
+    leases, others = list(first.pop("leases").values()), list(second.pop("leases").values())
+    return (
+        [lease.task for lease in leases] == [lease.task for lease in others]
+        and all(torch.equal(a.base, b.base) for a, b in zip(leases, others, strict=True))
+        and all(
+            (a.correction is None and b.correction is None) or torch.equal(a.correction, b.correction)
+            for a, b in zip(leases, others, strict=True)
+        )
+        and same(first, second)
+    )
+
+
+def whole(strategy: Any, folder: Path, updates: int = UPDATES) -> tuple[Server, list[Receipt]]:
+    """A life without interruption."""
+    receipts: list[Receipt] = []
+    with durable(strategy, folder, every=1000) as door:
+        live(door, acts_of(strategy, updates), receipts.append)
+    return door.server, receipts
+
+
+@contextmanager
+def left(door: Durable) -> Iterator[Durable]:
+    """As a crash leaves it: nothing is written at the end."""
+    door.__enter__()
+    try:
+        yield door
+    finally:
+        door.leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,9 @@ from afield.core.errors import InputError
 
 Piece = Any  # whatever has the buffer protocol: bytes, a memoryview, a numpy array of bytes
 AT_ONCE = 512  # pieces in one call of writev: the system allows 1,024
+STEP = 8 * 2**20  # bytes in one call: the disk writes them while the next ones are summed up and copied
 
-# Called before every act with its name, the file and what is about to be written. Tests stop the process here.
+# Called before every act with its name, the file, and what is about to be written or the paths. Tests stop here.
 before: Callable[[str, int, Sequence[Piece]], None] | None = None
 
 REMEDIES = {
@@ -60,17 +62,40 @@ def make(folder: Path) -> None:
 def write(fd: int, pieces: Sequence[Piece]) -> int:
     """Write all of the pieces at the file's position; gives how many bytes they are."""
     reached("write", fd, pieces)
-    left = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
+    left = [
+        view[k : k + STEP]
+        for view in (memoryview(piece).cast("B") for piece in pieces)
+        for k in range(0, view.nbytes, STEP)
+    ]
     total = sum(view.nbytes for view in left)
     first = 0
     while first < len(left):
-        done = os.writev(fd, left[first : first + AT_ONCE])
+        last, size = first + 1, left[first].nbytes
+        while last < min(len(left), first + AT_ONCE) and size + left[last].nbytes <= STEP:
+            size += left[last].nbytes
+            last += 1
+        done = os.writev(fd, left[first:last])
         while first < len(left) and done >= left[first].nbytes:
             done -= left[first].nbytes
             first += 1
-        if done:  # a signal, or 2 GiB, ended the call in the middle of a piece
+        if done:  # a signal ended the call in the middle of a piece
             left[first] = left[first][done:]
+        if size > STEP // 2:
+            _start(fd)
     return total
+
+
+def _start(fd: int) -> None:
+    """Let the disk begin with what was written. A hint: what it makes of it shows at the next sync."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE
+
+
+_sync_file_range = getattr(
+    ctypes.CDLL(None), "sync_file_range", None
+)  # Linux has it, Python has no name for it
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 def sync(fd: int) -> None:
@@ -80,7 +105,7 @@ def sync(fd: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make names in the folder durable."""
-    reached("fsync-folder")
+    reached("fsync-folder", -1, (folder,))
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -90,13 +115,13 @@ def sync_folder(folder: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Give a finished file its name, durably."""
-    reached("rename")
+    reached("rename", -1, (old, new))
     os.replace(old, new)
     sync_folder(new.parent)
 
 
 def remove(path: Path) -> None:
-    reached("remove")
+    reached("remove", -1, (path,))
     path.unlink(missing_ok=True)
 
 

@@ -11,10 +11,7 @@ client sends can pass for a frame.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,22 +25,14 @@ from afield.core.errors import InputError, one_of, within
 from afield.core.types import Update
 from afield.store import files
 from afield.store.kinds import CORE, Kind
-from afield.store.pack import MOST, DamagedError, Read, built, head, pack, unpack_from
+from afield.store.pack import MOST, DamagedError, pack
+from afield.store.segment import Segment, framed
 
 log = logging.getLogger(__name__)
 LEVELS = ("update", "batch", "off")
 ENDING = ".journal"
-FRAME = struct.Struct("<8sQQQI")  # salt, number, synced, bytes that follow, checksum of all these
-ROOM = 64  # of a frame: what follows stays aligned
 END = {"act": "end"}  # the last record of a segment that has a successor
 SEGMENT = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    number: int
-    synced: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +107,7 @@ class Journal:
         assert self.number is not None
         number, offset = self.number + 1, self.bytes
         packed = pack(value, self.kinds, {"number": number})
-        frame = _frame(self.salt, number, self.synced, packed.bytes)
+        frame = framed(self.salt, number, self.synced, packed.bytes)
         try:
             with files.named(self._path, "write"):
                 self.bytes += files.write(self.fd, [frame, *packed.pieces])
@@ -165,7 +154,7 @@ class Journal:
     def _witness(self, number: int) -> None:
         """Note that this record is on the disk. The note itself need not be: where it is lost, nothing else is."""
         try:
-            self.bytes += files.write(self.fd, [_frame(self.salt, number, number, 0)])
+            self.bytes += files.write(self.fd, [framed(self.salt, number, number, 0)])
         except OSError:
             self.cut(Place(number, self.bytes))
 
@@ -222,7 +211,7 @@ class Journal:
                 pass
         assert self.number is not None
         if there := self.segments():
-            with _Segment(self.path(there[-1]), there[-1]) as newest, files.named(newest.path, "open"):
+            with Segment(self.path(there[-1]), there[-1]) as newest, files.named(newest.path, "open"):
                 fd = os.open(newest.path, os.O_RDWR)
                 os.lseek(fd, 0, os.SEEK_END)
                 files.sync(fd)  # what was read may not be on the disk yet
@@ -269,14 +258,14 @@ class Journal:
         number = chain[0] - 1 if chain else 0
         ended = False
         for k, first in enumerate(chain):
-            if (
-                first != number + 1
-            ):  # a hole; or a crash came when the successor was made, the end not yet noted
-                self._tail(
-                    chain[k - 1 :], self.path(chain[k - 1]).stat().st_size, number + 1, "it is missing"
-                )
+            if first != number + 1:
+                if ended:
+                    raise self._lost(number + 1)
+                # a hole; or a crash came when the successor was made, the end not yet noted
+                size = self.path(chain[k - 1]).stat().st_size
+                self._tail(chain[k - 1 :], size, number + 1, "it is missing")
                 break
-            with _Segment(self.path(first), first) as segment:
+            with Segment(self.path(first), first) as segment:
                 while segment.more(number):
                     try:
                         value = segment.next(number + 1, self.kinds, device)
@@ -286,19 +275,22 @@ class Journal:
                         return
                     number += 1
                     ended = value == END
-                    if not ended:
-                        yield number, value
+                    if ended:
+                        break  # what may follow is a witness that never got to the disk
+                    yield number, value
         if ended and chain[-1] != number + 1:
-            raise InputError(
-                f"{self.path(number + 1)} is missing: the segment before it says that there is one; "
-                "restore it from a copy"
-            )
+            raise self._lost(number + 1)
         self.number = number
+
+    def _lost(self, first: int) -> InputError:
+        return InputError(
+            f"{self.path(first)} is missing: the segment before it says that there is one; restore it from a copy"
+        )
 
     def _tail(self, chain: list[int], offset: int, number: int, why: str) -> None:
         """From here on nothing is readable: cut it off, unless a later record says that this one was on the disk."""
         for k, first in enumerate(chain):
-            with _Segment(self.path(first), first) as segment:
+            with Segment(self.path(first), first) as segment:
                 for frame in segment.frames(offset if k == 0 else segment.offset):
                     if frame.synced >= number:
                         raise InputError(
@@ -323,85 +315,7 @@ class Journal:
             files.sync_folder(self.folder)
 
 
-def _frame(salt: bytes, number: int, synced: int, size: int) -> bytes:
-    frame = FRAME.pack(salt, number, synced, size, 0)[:-4]
-    return (frame + struct.pack("<I", zlib.crc32(frame))).ljust(ROOM, b"\0")
-
-
 def _sent(update: Update) -> Update:
     """What came from the client; base and correction were leased, and the server has them."""
-    return replace(update, base=None, correction=None)
-
-
-class _Segment:
-    """One file, read from the front."""
-
-    def __init__(self, path: Path, first: int) -> None:
-        self.path = path
-        with files.named(path, "open"):
-            self.fd = os.open(path, os.O_RDONLY)
-        try:
-            self.size = os.fstat(self.fd).st_size
-            top = head(self._from(0), str(path))
-            about = built(top.tree, [], {}, str(path))
-            if about["first"] != first:
-                raise InputError(
-                    f"{path} begins with record {about['first']}: give it back the name that it had"
-                )
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.offset, self.salt = top.bytes, bytes.fromhex(about["salt"])
-
-    def __enter__(self) -> _Segment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def _from(self, start: int) -> Read:
-        return lambda out, offset: files.read(self.fd, out, start + offset)
-
-    def more(self, number: int) -> bool:
-        """Whether anything follows; what only says that records up to this one were synced is passed over."""
-        while self._frame_at(self.offset) == Frame(number, number, 0):
-            self.offset += ROOM
-        return self.offset < self.size
-
-    def next(self, number: int, kinds: Mapping[str, Kind], device: str | torch.device) -> Any:
-        """The record at the offset, which moves on only if it is right and has this number."""
-        name = f"record {number} of {self.path}"
-        found = self._frame_at(self.offset)
-        if found is None or found.number != number:
-            raise DamagedError(f"{name} is damaged or cut short at its beginning")
-        start = self.offset + ROOM
-        if start + found.bytes > self.size:
-            raise DamagedError(f"{name} is cut short")
-        with files.named(self.path, "read"):
-            value, mark = unpack_from(self._from(start), found.bytes, kinds, name=name, device=device)
-        if mark != {"number": number}:
-            raise DamagedError(f"{name} holds another record")
-        self.offset = start + found.bytes
-        return value
-
-    def _frame_at(self, offset: int) -> Frame | None:
-        room = bytearray(ROOM)
-        whole = files.read(self.fd, room, offset) and not any(room[FRAME.size :])
-        return self._frame(room) if whole else None
-
-    def _frame(self, room: bytes | bytearray) -> Frame | None:
-        salt, number, synced, length, checksum = FRAME.unpack(room[: FRAME.size])
-        if salt != self.salt or zlib.crc32(room[: FRAME.size - 4]) != checksum:
-            return None
-        return Frame(number, synced, length)
-
-    def frames(self, offset: int) -> Iterator[Frame]:
-        """Every frame from there on, wherever it stands."""
-        if offset >= self.size:
-            return
-        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as all_of_it:
-            while (offset := all_of_it.find(self.salt, offset)) >= 0:
-                room = all_of_it[offset : offset + FRAME.size]
-                if len(room) == FRAME.size and (found := self._frame(room)) is not None:
-                    yield found
-                offset += 1
+    metrics = {name: float(value) for name, value in update.metrics.items()}
+    return replace(update, base=None, correction=None, metrics=metrics)

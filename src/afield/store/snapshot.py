@@ -22,7 +22,7 @@ from torch import Tensor
 from afield.core.errors import InputError, within
 from afield.store import files
 from afield.store.kinds import Kind
-from afield.store.pack import DamagedError, Head, Packed, Read, Spot, built, head, pack, tensor_at
+from afield.store.pack import DTYPES, DamagedError, Head, Packed, Read, Spot, built, head, pack, tensor_at
 
 log = logging.getLogger(__name__)
 ENDING = ".snapshot"
@@ -175,6 +175,12 @@ class Snapshots:
         value = built(top.tree, tensors, self.kinds, str(path))
         self._remember(tensors, top.spots, generation)
         return value, top.mark
+
+    def peek(self, generation: int) -> Any:
+        """The value without what is in its tensors, which are empty: for what only its numbers are needed of."""
+        top = self._top(generation)
+        hollow = [torch.empty(0, dtype=DTYPES[spot.dtype]) for spot in top.spots]
+        return built(top.tree, hollow, self.kinds, str(self.path(generation)))
 
     def mark(self, generation: int) -> dict[str, Any]:
         return self._top(generation).mark
