@@ -71,13 +71,12 @@ def doomed(rows: Any, draw: random.Random) -> None:
 
 def until_done(begin: Callable[[], Any], draw: random.Random) -> int:
     """Kill what `begin` begins or takes up, again and again, then let it end; how often it was killed."""
-    kills = 0
-    seeds = [draw.random() for _ in range(KILLS)]  # drawn here: what a forked process draws is lost with it
-    while kills < KILLS and killed(lambda: doomed(begin(), random.Random(seeds[kills]))):
-        kills += 1
-    if kills == KILLS:
-        assert not killed(lambda: [None for _ in begin()] and None)
-    return kills
+    for kills in range(KILLS):
+        own = random.Random(draw.random())  # what a forked process draws is lost with it
+        if not killed(lambda own=own: doomed(begin(), own)):  # type: ignore[misc]
+            return kills
+    assert not killed(lambda: [None for _ in begin()] and None)
+    return KILLS
 
 
 def cases() -> dict[str, Config]:
