@@ -22,7 +22,7 @@ from afield.experiments.keep import stored
 from afield.experiments.run import prepare, run
 from afield.store import files
 
-KILLS = 4  # of each run; then it is let go on to its end
+KILLS = 8  # of each run; then it is let go on to its end
 OFTEN = {"versions": 2}  # versions between snapshots
 METHODS = ("loop", "vmap", "workers")
 
@@ -48,7 +48,7 @@ def die() -> None:
 
 def doomed(rows: Any, draw: random.Random) -> None:
     """Go on, and be killed: by the clock, after some row, or in the middle of an act of the store."""
-    how, left = draw.choice(("clock", "row", "act")), draw.randrange(25)
+    how, left = draw.choice(("clock", "row", "act")), draw.randrange(12)
 
     def before(act: str, fd: int, pieces: Sequence[Any]) -> None:
         nonlocal left
@@ -61,7 +61,7 @@ def doomed(rows: Any, draw: random.Random) -> None:
 
     if how == "clock":  # the default action of this signal ends the process wherever it is
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.01, 0.3))
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.01, 0.15))
     elif how == "act":
         files.before = before
     for number, _ in enumerate(rows):
