@@ -45,6 +45,7 @@ def test_the_default_race(afield: Command, here: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "accuracy.png",
         "compare.csv",
+        "experiment.toml",
         *(f"{name}-0" for name in DEFAULT),
     }
     assert all(run.finished for run in load.find([folder]))

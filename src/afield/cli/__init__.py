@@ -12,6 +12,7 @@ import typer
 import afield
 from afield.cli import advise, catalogue, papers, run, serve
 from afield.core.errors import InputError
+from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
 
 INTERRUPTED = 130  # what typer gives for Ctrl-C
@@ -40,6 +41,7 @@ def _all(
 
 
 app.command("run")(run.run)
+app.command("resume")(run.resume)
 app.command("compare")(run.compare)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
@@ -60,6 +62,8 @@ def main() -> None:
         status = app(prog_name="afield", standalone_mode=False) or 0
     except click.ClickException as error:
         _stop(_usage(error), error.exit_code)
+    except StoppedError as error:
+        _stop(str(error), INTERRUPTED)
     except (InputError, LoadError, OSError) as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise

@@ -1,8 +1,9 @@
-"""`afield run` and `afield compare`."""
+"""`afield run`, `afield resume` and `afield compare`."""
 
 from __future__ import annotations
 
 import logging
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +15,9 @@ from afield.cli.progress import Progress
 from afield.cli.screen import screen
 from afield.core.errors import InputError
 from afield.experiments.config import Experiment, experiment, presets, read
-from afield.experiments.folder import check_new, slug
+from afield.experiments.folder import STORE, check_new, slug
+from afield.experiments.keep import clear, finished, stoppable
+from afield.experiments.plan import read_plan, write_plan
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
 from afield.experiments.sweep import prepare_all, run_together
@@ -27,6 +30,7 @@ NEXT = """[bold]Try next[/bold]
   afield run --set 'seeds=\\[0,1,2]'            means and spreads over seeds
   afield compare {folder}"""
 
+NUMBERS = "compare.csv"
 PICTURES = (".png", ".pdf", ".svg")
 
 log = logging.getLogger("afield")
@@ -52,18 +56,41 @@ def run(
     chosen = experiment(table, strategy=strategy, seed=seed, settings=settings or ())
     folder = out if out is not None else _free(Path("runs"), chosen.name)
     places = _check(chosen, folder)
-    _run_all(chosen, places)
+    write_plan(chosen, folder, places)
+    _run_all(chosen, folder, places)
+    _show(chosen, folder, places)
+    if config == "default" and strategy is None:
+        screen().print(NEXT.format(folder=escape(str(folder))), highlight=False, soft_wrap=True)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of several.")],
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more; full tracebacks.")] = False,
+) -> None:
+    """Go on with what was stopped or killed: it ends with the same bits as if it had not been."""
+    if verbose:
+        logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    chosen, places = read_plan(folder)
+    if all(finished(place) for place in places) and (folder / NUMBERS).is_file():
+        raise InputError(
+            f"{folder} is finished, there is nothing to resume: afield compare {folder} shows it"
+        )
+    _run_all(chosen, folder, places, again=True)
+    _show(chosen, folder, places)
+
+
+def _show(chosen: Experiment, folder: Path, places: list[Path]) -> None:
+    """The table of the finished runs, on the screen and in the folder, and their picture."""
     console = screen()
     runs = load.find(places)
     comparison = tables.compare(runs, chosen.target)
     console.print(tables.to_rich(comparison, console.width))
-    numbers, picture = folder / "compare.csv", folder / f"{chosen.figure}.png"
+    numbers, picture = folder / NUMBERS, folder / f"{chosen.figure}.png"
     tables.to_csv(comparison, numbers)
     _draw(chosen, runs, picture)
     where = f"[bold]Picture[/bold] {escape(str(picture))}    [bold]numbers[/bold] {escape(str(numbers))}"
     console.print(where, highlight=False, soft_wrap=True)
-    if config == "default" and strategy is None:
-        console.print(NEXT.format(folder=escape(str(folder))), highlight=False, soft_wrap=True)
 
 
 def compare(
@@ -119,22 +146,29 @@ def _check(chosen: Experiment, folder: Path) -> list[Path]:
     return places
 
 
-def _run_all(chosen: Experiment, places: list[Path]) -> None:
-    with Progress(chosen.runs) as progress:
-        if chosen.sweep.together:
+def _run_all(chosen: Experiment, folder: Path, places: list[Path], again: bool = False) -> None:
+    with stoppable(f"afield resume {shlex.quote(str(folder))}") as asking, Progress(chosen.runs) as progress:
+        if chosen.sweep.together and len(places) > 1:
+            if all(finished(place) for place in places):
+                clear(folder / STORE)
+                return
             runs = prepare_all(chosen.runs)
-            with closing(run_together(runs, places)) as numbered:
+            with closing(run_together(runs, places, folder / STORE, again=again, asking=asking)) as numbered:
                 for number, row in numbered:
                     progress.show(chosen.runs[number], row)
             for prepared, config in zip(runs, chosen.runs, strict=True):
-                progress.done(config, prepared.simulator.ended)
+                progress.done(config, prepared.simulator.ended or "time")
             return
         for config, place in zip(chosen.runs, places, strict=True):
+            if finished(place):
+                clear(place / STORE)
+                progress.done(config, "time")
+                continue
             prepared = prepare(config)
             runtime, method = prepared.config.runtime, prepared.config.training.method
             text = "%s: trained by %s, %s threads, blocks of at most %s"
             log.info(text, config.label, method, runtime.threads, runtime.block)
-            with closing(run_one(prepared, place)) as rows:  # closed also when interrupted between rows
+            with closing(run_one(prepared, place, again=again, asking=asking)) as rows:
                 for row in rows:
                     progress.show(config, row)
             progress.done(config, prepared.simulator.ended)

@@ -83,6 +83,21 @@ class Scenario:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """How often a run is saved, so that it can be taken up (experiments/keep.py)."""
+
+    seconds: float = (
+        10.0  # at the least between two; longer where they take long. inf: only when it is stopped
+    )
+    versions: int | None = None  # also after so many versions
+
+    def __post_init__(self) -> None:
+        within("seconds", self.seconds, 0, math.inf)
+        if self.versions is not None:
+            within("versions", self.versions, 1, math.inf)
+
+
+@dataclass(frozen=True)
 class Runtime:
     """What moves tasks and updates, and on what. Threads, block and table are chosen by rule where left out."""
 
@@ -93,6 +108,7 @@ class Runtime:
     table: str = "auto"  # where a strategy keeps a vector per client: "memory" or "disk" (core/places.py)
     model: bool = True  # whether the trained model is kept in the run folder
     receipts: bool = True  # likewise the log of updates, which needs pyarrow
+    snapshots: Saving = Saving()
 
     def __post_init__(self) -> None:
         one_of("name", self.name, ("simulator", "service"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,18 +13,20 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError
 from afield.core.flat import Layout
-from afield.core.places import choose, discard
+from afield.core.places import choose
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, Source
-from afield.experiments.costs import Tally, Timed
-from afield.experiments.folder import RunFolder
+from afield.experiments.costs import Timed
+from afield.experiments.folder import STORE
+from afield.experiments.keep import Asking, Record, StoppedError, kept
 from afield.experiments.kin import Kin
 from afield.experiments.texts import More, tokenised
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
-from afield.runtimes.simulator import Measurement, Simulator
+from afield.runtimes.simulator import Measurement, Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset
 from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer
+from afield.training.choose import choose as method_for
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import Model, build
@@ -40,6 +41,9 @@ class Prepared:
     config: Config
     module: nn.Module
     simulator: Simulator
+
+    def record(self, folder: Path, together: int = 1) -> Record:
+        return Record(self.config, self.module, self.simulator, folder, together)
 
 
 def prepare(config: Config, kin: Kin | None = None) -> Prepared:
@@ -62,7 +66,11 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
     groups = _groups(config, dataset, data)
-    alike = (dataset, config.model, config.training, device)
+    # by what "auto" stands for, as the config of a run that is taken up names it
+    training = config.training
+    if training.method == "auto":
+        training = training.by(method_for(module, device))
+    alike = (dataset, config.model, training, device)
     if kin is not None and alike in kin.evaluators:
         evaluator = kin.evaluators[alike].sibling(groups)
     else:
@@ -80,7 +88,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         )
     # a label that a partition has changed makes another pool, unless that has room for both
     pool = (id(data.inputs), id(data.targets))
-    key = (pool, dataset.loss, config.model, config.local, config.training, device)
+    key = (pool, dataset.loss, config.model, config.local, training, device)
     trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
     by = trainers[key].sibling(data, config.seed) if key in trainers else None
     simulator = assemble(
@@ -121,44 +129,29 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     return Prepared(config, module, simulator)
 
 
-def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
-    """Run into a new folder, yielding each row after it was written."""
-    with written(prepared, folder) as write, threads(prepared.config.runtime.threads or 1):
-        for row in prepared.simulator.rows():
-            write(row)
-            yield row
+def run(
+    prepared: Prepared, folder: Path, *, again: bool = False, asking: Asking | None = None
+) -> Generator[Receipt | Measurement]:
+    """Run into a new folder, yielding each row after it was written.
 
-
-@contextmanager
-def written(
-    prepared: Prepared, folder: Path, together: int = 1
-) -> Generator[Callable[[Receipt | Measurement], None]]:
-    """A new run folder: gives a function that takes its rows; ends with the summary where the run came to its end."""
-    runtime = prepared.config.runtime
-    into = RunFolder(folder, prepared.config.toml(), runtime.receipts)
-    prepared.simulator.server.keep_tables(runtime.table, into.store)
-    tally = Tally(prepared.simulator, together)
-
-    def write(row: Receipt | Measurement) -> None:
-        if isinstance(row, Measurement):
-            into.metric(row.row())
-            if row.clients is not None:
-                into.diagnosis({"version": row.version, "time": row.time, **row.clients})
-        else:
-            tally.add(row)
-            into.receipt(row)
-
-    finished = False
-    try:
-        yield write
-        finished = True
-    finally:
-        module = prepared.module
-        if finished and runtime.model:
-            Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
-        into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
-        if finished:
-            discard(prepared.simulator.server.state)
+    `again`: go on in a folder whose run was stopped. `asking`: stops where that is asked, all saved.
+    """
+    simulator, record = prepared.simulator, prepared.record(folder)
+    with (
+        kept([record], folder / STORE, again) as keeping,
+        threads(prepared.config.runtime.threads or 1),
+    ):
+        for row in simulator.walk():
+            if isinstance(row, Wanted):  # before a block: the fewest results are waiting
+                keeping.save()
+            else:
+                record.write(row)
+                yield row
+            if asking is not None and asking.asked and simulator.still:
+                keeping.save()
+                raise StoppedError
+            simulator.pausing = keeping.due()
+        record.close(finished=True)
 
 
 def load_data(config: Config) -> tuple[Dataset, Model, More | None]:
