@@ -97,6 +97,7 @@ def opened(
                 private=private,
                 founded=log.founded,
                 row=log.row,
+                measured=log.measured,
             )
     finally:
         log.close()
@@ -177,6 +178,7 @@ class LiveFolder:
             )
             # last: its presence says that the rest is there
             self._book.write_text(json.dumps({"founded": self.founded, "own": own}) + "\n", encoding="utf-8")
+        self.measured = _measured(path / "metrics.jsonl")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
@@ -243,3 +245,14 @@ class LiveFolder:
         self._metrics.close()
         for done in self._writing:
             done.result()  # a full disk is told, here
+
+
+def _measured(file: Path) -> list[dict[str, Any]]:
+    """The measurements of the service's earlier lives; a line that a crash cut short is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows

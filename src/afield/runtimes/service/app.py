@@ -26,7 +26,8 @@ from afield.runtimes.service.refusals import Refusal
 from afield.runtimes.service.service import Service
 from afield.runtimes.service.tasks import Open
 from afield.runtimes.service.uploads import update_of
-from afield.runtimes.service.watch import events, history
+from afield.runtimes.service.static import pages
+from afield.runtimes.service.watch import events, history, shares
 
 WAIT = 25.0  # seconds that who asks for a task waits where it does not say
 
@@ -261,6 +262,7 @@ def app_of(service: Service) -> Starlette:
 
     return Starlette(
         routes=[
+            *pages(),
             Route("/healthz", healthy, methods=["GET"]),
             Route("/readyz", ready, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
@@ -277,6 +279,7 @@ def app_of(service: Service) -> Starlette:
             route("/v1/status", "GET", status),
             route("/v1/history", "GET", history),
             route("/v1/events", "GET", events),
+            route("/v1/shares", "GET", shares),
             route("/v1/promote", "POST", promote, operator=True),
             route("/v1/rollback", "POST", roll_back, operator=True),
         ],

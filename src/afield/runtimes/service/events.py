@@ -38,11 +38,11 @@ class History:
         self._news.set()
         self._news.clear()  # whoever waits now is woken
 
-    def after(self, number: int, most: int = KEPT) -> list[Row]:
-        """The rows with higher numbers, oldest first: the newest `most` of them."""
+    def after(self, number: int, most: int = KEPT, first: bool = False) -> list[Row]:
+        """The rows with higher numbers, oldest first: the newest `most` of them, or the first."""
         found = [*_newer(self.rows, number), *_newer(self.measured, number)]
         found.sort(key=lambda row: row.number)
-        return found[-most:]
+        return found[:most] if first else found[-most:]
 
     async def news(self, after: int, seconds: float) -> list[Row]:
         """The rows after this one; waits for some, at most so long."""

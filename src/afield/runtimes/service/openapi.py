@@ -152,6 +152,7 @@ def description(limit: int) -> dict[str, Any]:
                         {"type": "integer", "minimum": 1, "maximum": 20000},
                         "At most so many, the newest.",
                     ),
+                    parameter("first", "query", {"enum": [0, 1]}, "1: those that come first, not the newest."),
                 )
             },
             "/v1/events": {
@@ -164,6 +165,7 @@ def description(limit: int) -> dict[str, Any]:
                     parameter("after", "query", NUMBER, "Begin after this id."),
                 )
             },
+            "/v1/shares": {"get": operation("Whose model it is: each client's share of it.", {"200": free})},
             "/v1/promote": {
                 "post": operation(
                     "Operators: make a version (the newest, if none is given) the promoted one.",

@@ -9,9 +9,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from afield.core.flat import Layout
 from afield.core.protocols import Evaluator
 from afield.core.types import Receipt
 from afield.runtimes.service.bodies import Room
-from afield.runtimes.service.events import History
+from afield.runtimes.service.events import KEPT, History
 from afield.runtimes.service.fold import Act, Batch, Door, Fold, Leased
 from afield.runtimes.service.metrics import Metrics
 from afield.runtimes.service.models import Kept
 from afield.runtimes.service.plans import Free, Rounds
 from afield.runtimes.service.privacy import Private
+from afield.runtimes.service.shares import Shares, rule_of
 from afield.runtimes.service.tasks import Desk
 from afield.runtimes.service.trust import Book, Rates
 from afield.runtimes.service.wire import Wire
@@ -78,6 +79,7 @@ class Parts:
     private: Private | None = None
     founded: float = 0.0  # the clock's time on the first day
     row: Callable[[Receipt | Measurement], None] | None = None
+    measured: Sequence[Mapping[str, Any]] = ()  # rows of measurements before this start
 
 
 class Service:
@@ -111,6 +113,7 @@ class Service:
         self.measuring = False
         self.measured = -1
         self.totals = Totals()
+        self.shares = Shares(rule_of(parts.door.server.strategy), parts.door.server.clients)
         self._jobs: set[asyncio.Task[Any]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._gauges()
@@ -126,12 +129,23 @@ class Service:
         server = door.server
         leases = [Leased(lease.task, lease.base, lease.correction) for lease in server.leases.values()]
         self.fold.start()
+        self._recall(leases)
         self.desk.restore(leases, door.receipts, server.issued)
         self._tick()
         self._measure_by_time()
         if server.version == 0:
             self.measure()
         log.info("serving %s: version %d, %d tasks out", self.name, server.version, len(leases))
+
+    def _recall(self, leases: Sequence[Leased]) -> None:
+        """Who watches sees what happened before this start too, as far as it is remembered."""
+        for row in self.parts.measured[-KEPT:]:
+            self.history.add("measurement", row)
+        for receipt in self.parts.door.receipts.values():
+            self.history.add("receipt", asdict(receipt))
+            self._shared(receipt)
+        for leased in leases:
+            self.history.add("task", asdict(leased.task))
 
     def drain(self) -> None:
         if not self.desk.draining:
@@ -180,6 +194,7 @@ class Service:
                 self.totals.refuse(receipt.refused)
             elif receipt.number not in self.desk.receipts:
                 self.totals.add(receipt)
+                self._shared(receipt)
                 self.metrics.updates.inc()
                 self.metrics.staleness.observe(receipt.staleness)
                 if self.private is not None:
@@ -192,6 +207,9 @@ class Service:
         every = self.parts.measuring.versions
         if every is not None and batch.version // every > before // every:
             self.measure()
+
+    def _shared(self, receipt: Receipt) -> None:
+        self.shares.add(receipt.client, receipt.weight, receipt.stepped, receipt.version)
 
     # -- measuring --------------------------------------------------------------------------------------------
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from afield.runtimes.service.entrance import whole
 from afield.runtimes.service.events import KEPT, Row
 
 if TYPE_CHECKING:
@@ -17,33 +19,61 @@ if TYPE_CHECKING:
 SILENCE = 15.0  # seconds after which a comment says that the connection lives
 
 
+class Told(Protocol):
+    """Rows with rising numbers: of a live service (events.py), or of a run folder (recorded.py)."""
+
+    @property
+    def last(self) -> int: ...
+    def after(self, number: int, most: int = ..., first: bool = ...) -> list[Row]: ...
+    async def news(self, after: int, seconds: float) -> list[Row]: ...
+
+
 async def history(call: Call) -> Response:
     """Rows after a number, oldest first; at most `limit`, the newest."""
-    after, limit = call.whole("after") or 0, call.whole("limit", 1, KEPT) or 1000
-    rows = call.service.history.after(after, limit)
-    return JSONResponse({"rows": [_table(row) for row in rows], "last": call.service.history.last})
+    return listing(call.service.history, call.request)
 
 
 async def events(call: Call) -> Response:
     """A stream of rows: `id` its number, `event` its kind, `data` its values. Goes on after Last-Event-ID."""
-    last = call.request.headers.get("last-event-id", "")
+    return stream(call.service.history, call.request, lambda: not call.service.desk.draining)
+
+
+async def shares(call: Call) -> Response:
+    """Each client's share of the global model: the largest, and the rest."""
+    return JSONResponse(call.service.shares.told())
+
+
+def listing(told: Told, request: Request) -> Response:
+    """A page of rows; with `first` = 1 those that come first, so that who asks again and again sees them all."""
+    after, limit = _query(request, "after") or 0, _query(request, "limit", 1, KEPT) or 1000
+    rows = told.after(after, limit, bool(_query(request, "first", 0, 1)))
+    return JSONResponse({"rows": [_table(row) for row in rows], "last": told.last})
+
+
+def stream(told: Told, request: Request, going: Callable[[], bool]) -> Response:
+    """The rows as they come, for as long as it is `going`."""
+    last = request.headers.get("last-event-id", "")
     given = int(last) if last.isascii() and last.isdigit() and len(last) <= 16 else None
-    after = call.whole("after") if given is None else given
+    after = _query(request, "after") if given is None else given
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_stream(call, after), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_stream(told, after, going), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(call: Call, after: int | None) -> AsyncIterator[bytes]:
-    service = call.service
-    at = service.history.last if after is None else after
+async def _stream(told: Told, after: int | None, going: Callable[[], bool]) -> AsyncIterator[bytes]:
+    at = told.last if after is None else after
     yield b": afield\n\n"
-    while not service.desk.draining:
-        rows = await service.history.news(at, SILENCE)
+    while going():
+        rows = await told.news(at, SILENCE)
         if not rows:
             yield b": still here\n\n"
             continue
         at = rows[-1].number
         yield b"".join(_event(row) for row in rows)
+
+
+def _query(request: Request, name: str, low: int = 0, high: int = 2**53) -> int | None:
+    text = request.query_params.get(name)
+    return None if text is None else whole(name, text, low, high)
 
 
 def _event(row: Row) -> bytes:
