@@ -89,7 +89,7 @@ class Serving(uvicorn.Server):
             self.service.fold.loop.call_soon_threadsafe(self.service.drain)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but the signal is not raised again at the end: the command ends by itself, with status 0."""
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -110,7 +110,7 @@ class Service:
         )
         self.helpers = ThreadPoolExecutor(2, thread_name_prefix="body")
         self.measurer = ThreadPoolExecutor(1, thread_name_prefix="measure")
-        self.measuring = False
+        self.measuring = self.wanted = False
         self.measured = -1
         self.totals = Totals()
         self.shares = Shares(rule_of(parts.door.server.strategy), parts.door.server.clients)
@@ -220,6 +220,7 @@ class Service:
 
     def measure(self) -> None:
         """Evaluate the newest version beside the fold; one at a time, a version once."""
+        self.wanted = self.measuring
         if not self.measuring and not self.desk.draining:
             self.measuring = True
             self.job(self._measure())
@@ -247,6 +248,8 @@ class Service:
                 self.parts.row(row)
         finally:
             self.measuring = False
+            if self.wanted:  # a newer version came meanwhile
+                self.measure()
 
     async def newest(self) -> tuple[int, Tensor]:
         """A copy of the newest model, or the one on the shelf."""
