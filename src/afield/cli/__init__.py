@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run, serve
+from afield.cli import advise, catalogue, papers, run, serve, watch
 from afield.core.errors import InputError
 from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
@@ -52,6 +52,7 @@ app.command("status")(serve.status)
 app.command("promote")(serve.promote)
 app.command("rollback")(serve.rollback)
 app.add_typer(serve.tokens, name="token")
+app.command("watch")(watch.watch)
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

@@ -97,6 +97,9 @@ def _greet(url: str, path: Path, new: bool) -> None:
     if path.exists():
         made = "a token was made" if new else "the operator's token is"
         print(f"{made}: {path}", flush=True)
+        # The token is for eyes only: what is not a terminal may be a log that others read.
+        secret = f"#token={path.read_text(encoding='utf-8').strip()}" if sys.stdout.isatty() else ""
+        print(f"watch at {url}/{secret}", flush=True)
         print(f"join with: afield join {url} --token-file {path} --clients 0-9", flush=True)
 
 

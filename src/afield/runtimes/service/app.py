@@ -24,9 +24,9 @@ from afield.runtimes.service.metrics import CONTENT_TYPE_LATEST
 from afield.runtimes.service.openapi import description
 from afield.runtimes.service.refusals import Refusal
 from afield.runtimes.service.service import Service
+from afield.runtimes.service.static import pages
 from afield.runtimes.service.tasks import Open
 from afield.runtimes.service.uploads import update_of
-from afield.runtimes.service.static import pages
 from afield.runtimes.service.watch import events, history, shares
 
 WAIT = 25.0  # seconds that who asks for a task waits where it does not say

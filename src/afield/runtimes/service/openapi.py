@@ -152,7 +152,9 @@ def description(limit: int) -> dict[str, Any]:
                         {"type": "integer", "minimum": 1, "maximum": 20000},
                         "At most so many, the newest.",
                     ),
-                    parameter("first", "query", {"enum": [0, 1]}, "1: those that come first, not the newest."),
+                    parameter(
+                        "first", "query", {"enum": [0, 1]}, "1: those that come first, not the newest."
+                    ),
                 )
             },
             "/v1/events": {

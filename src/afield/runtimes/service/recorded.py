@@ -30,7 +30,18 @@ STOPS = 200  # moments of a file of receipts at which shares are told
 # In this order at one moment: an arrival, what it led to, and the client's next task.
 RECEIPT, MEASUREMENT, SHARES, TASK, RESET = range(5)
 KINDS = ("receipt", "measurement", "shares", "task", "reset")
-COLUMNS = ("number", "client", "base", "started", "arrived", "examples", "staleness", "weight", "stepped", "version")
+COLUMNS = (
+    "number",
+    "client",
+    "base",
+    "started",
+    "arrived",
+    "examples",
+    "staleness",
+    "weight",
+    "stepped",
+    "version",
+)
 
 
 class Recorded:
@@ -236,6 +247,8 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{file} is missing: {file.parent} is no run folder; give one that afield run made") from None
+        raise InputError(
+            f"{file} is missing: {file.parent} is no run folder; give one that afield run made"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error

@@ -34,7 +34,9 @@ def app_of(recorded: Recorded, token: str, going: Callable[[], bool]) -> Starlet
                 if not given or kind.lower() != "bearer":
                     raise Refusal("no-token")
                 if not hmac.compare_digest(given.strip().encode(), token.encode()):
-                    raise Refusal("bad-token", "this token is not the one that afield watch told at its start")
+                    raise Refusal(
+                        "bad-token", "this token is not the one that afield watch told at its start"
+                    )
                 return answer(request)
             except Refusal as refusal:
                 return refused(refusal)

@@ -203,6 +203,7 @@ class Service:
                 continue  # sent again
             if self.parts.row is not None:
                 self.parts.row(receipt)
+        self.shares.reached(batch.version)
         self.desk.told(batch)
         every = self.parts.measuring.versions
         if every is not None and batch.version // every > before // every:

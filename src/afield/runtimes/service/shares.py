@@ -50,9 +50,7 @@ class Shares:
     def add(self, client: int, weight: float, stepped: bool, version: int) -> None:
         """One receipt of an update that was accepted."""
         self.updates += 1
-        if version > self.version and self._round:
-            self._close()
-        self.version = max(self.version, version)
+        self.reached(version)
         parts = self._parts
         if self.rule == "mixed":
             self._shrink(1.0 - weight)
@@ -60,11 +58,19 @@ class Shares:
         elif self.rule == "replaced":
             self._replace(client, weight)
         elif self.rule == "tabled":
-            parts.setdefault(client, float(version - stepped))  # counts from the next step on, or from this one
+            parts.setdefault(
+                client, float(version - stepped)
+            )  # counts from the next step on, or from this one
         elif self.rule == "rounds":
             self._round.append((client, abs(weight)))
         else:
             parts[client] = parts.get(client, 0.0) + abs(weight)
+
+    def reached(self, version: int) -> None:
+        """The server is at this version: a round before it is over."""
+        if version > self.version:
+            self.version = version
+            self._close()
 
     def _shrink(self, factor: float) -> None:
         """Multiply every share."""
