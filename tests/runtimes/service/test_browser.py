@@ -58,7 +58,7 @@ class Opened:
         )
 
     def number(self, name: str) -> float:
-        return float(self.tile(name).replace(",", "").replace(" %", "").replace("–", "nan"))
+        return float(self.tile(name).replace(",", "").replace(" %", "").replace("\u2013", "nan"))
 
     def pixels(self, canvas: str) -> str:
         return str(self.page.evaluate(f"document.getElementById('{canvas}').toDataURL()"))
@@ -320,8 +320,11 @@ def test_keys_and_labels_are_enough(played: Path, opened: Open) -> None:
         tab = found.page
         found.until("document.getElementById('state').textContent === 'finished'")
         nameless = tab.evaluate(
-            "[...document.querySelectorAll('button, input, select, canvas, [tabindex]')].filter(e => e.checkVisibility() &&"
-            " !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute('aria-labelledby'))).map(e => e.id)"
+            """() => {
+            const text = e => e.ariaLabel || e.labels?.length || e.textContent.trim();
+            const named = e => text(e) || e.hasAttribute('aria-labelledby');
+            return [...document.querySelectorAll('button, input, select, canvas, [tabindex]')]
+                .filter(e => e.checkVisibility() && !named(e)).map(e => e.id); }"""
         )
         assert nameless == []
         tab.focus("#accuracy")
@@ -342,7 +345,8 @@ def contrasts(tab: Any) -> float:
     least: float = tab.evaluate(
         """() => {
         const lum = (text) => { const [r, g, b] = text.match(/[0-9.]+/g).map(Number).map(v => v / 255)
-            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
         const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
         const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
             if (!c.endsWith(', 0)')) return c; } return 'rgb(255, 255, 255)'; };

@@ -12,8 +12,8 @@ A receipt tells the weight of its update. What that means depends on the rule:
 - "rounds" (FedAvg): the weights of one round are parts of one; shares are sums of these over the rounds.
 - "summed" (FedBuff, ASGD and whatever else): a share is the part of all weight so far that came from the client.
 
-The first two are exact. The others say how much of all that was ever applied came from whom; they are exact where steps
-are as described (core/linear.py finds the same by running the rule on unit vectors, at O(clients) per receipt).
+The first two are exact. The others say how much of all that was ever applied came from whom; they are exact where
+steps are as described (core/linear.py finds the same by running the rule on unit vectors, at O(clients) per receipt).
 """
 
 from __future__ import annotations

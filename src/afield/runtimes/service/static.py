@@ -1,4 +1,4 @@
-"""The page's files, as they lie in the package: open to all, since they hold nothing; what they show wants a token."""
+"""The files of the page: open to all, since they hold nothing; what they show wants a token."""
 
 from __future__ import annotations
 

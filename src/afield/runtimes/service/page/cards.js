@@ -29,6 +29,7 @@ function tiles(points) {
     ["Tasks out", whole(view.player ? view.state.open.size : view.status?.tasks ?? view.state.open.size)],
     ["Clients seen", `${whole(view.state.bars.size)}${view.status?.clients ? ` / ${whole(view.status.clients)}` : ""}`],
   ];
+  list.push(["Refused", whole(refused().reduce((sum, [, count]) => sum + count, 0))]);
   const epsilon = view.player ? last("epsilon") : view.status?.privacy?.epsilon;
   if (epsilon !== undefined && epsilon !== null) list.push(["Epsilon", significant(epsilon)]);
   const box = $("tiles");
@@ -88,7 +89,6 @@ for (const canvas of document.querySelectorAll(".chart")) {
 }
 
 function chart(id, lines, options) {
-  if (!view.visible.has($(id))) return;
   const begin = options.begin ?? 0;
   const range = view.player ? [begin, view.player.end] : undefined;
   const found = line($(id), lines, { range, clock: view.status?.clock ?? "real", formatX: clock, cursor: cursors.get(id) ?? null, ...options }, view.theme);
@@ -105,7 +105,7 @@ function charts(points) {
   const accuracy = view.state.series("accuracy");
   const best = accuracy.reduce((top, point) => (top && top.y >= point.y ? top : point), null);
   chart("accuracy", [{ points: accuracy, colour: view.theme.accent, fill: true, label: "accuracy" }], {
-    from: 0, to: 1, format: (y) => percent(y), empty: "no accuracy was measured yet",
+    from: 0, to: 1, format: percent, formatY: (y) => `${Math.round(100 * y)} %`, empty: "no accuracy was measured yet",
     note: best ? `best ${percent(best.y)} at ${clock(best.x)} · ${whole(view.state.measured.length)} measurements` : "",
   });
   const [loss, train] = [view.state.series("loss"), view.state.series("train_loss")];
@@ -135,7 +135,6 @@ function charts(points) {
 
 function histogram() {
   view.state.classify();
-  if (!view.visible.has($("staleness"))) return;
   let most = 0;
   for (const stale of view.state.counts.keys()) most = Math.max(most, stale);
   const width = Math.max(1, Math.ceil((most + 1) / 32));
@@ -154,6 +153,7 @@ function histogram() {
 // Bars in a list: [name, value, text, class].
 function list(id, rows) {
   const box = $(id);
+  box.hidden = !rows.length;
   while (box.children.length > rows.length) box.lastChild.remove();
   const most = Math.max(1e-12, ...rows.map((row) => row[1]));
   rows.forEach(([name, value, text, kind], at) => {
@@ -189,9 +189,14 @@ function shares() {
   write($("n-shares"), told?.top.length ? `${RULES[told.rule] ?? ""}; over ${whole(told.updates)} updates` : "no update yet");
 }
 
+// [reason, count], the most frequent first. A live server knows of refusals that are no row: of strangers, say.
+function refused() {
+  const told = view.player ? {} : view.status?.refusals;
+  return Object.entries({ ...Object.fromEntries(view.state.refusals), ...told }).sort((a, b) => b[1] - a[1]);
+}
+
 function refusals() {
-  const found = view.player || !view.status?.refusals ? [...view.state.refusals] : Object.entries({ ...Object.fromEntries(view.state.refusals), ...view.status.refusals });
-  found.sort((a, b) => b[1] - a[1]);
+  const found = refused();
   const total = found.reduce((sum, [, count]) => sum + count, 0);
   list("refusals", found.slice(0, 9).map(([why, count]) => [why, count, whole(count), ""]));
   write($("n-refusals"), total ? `${whole(total)} in all, by reason` : "nothing was refused");

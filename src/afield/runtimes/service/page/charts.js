@@ -106,7 +106,7 @@ function axes(c, { marks, X, Y, x0, x1, right, width, height, options, theme }) 
     c.lineTo(right, y);
     c.stroke();
     c.fillStyle = theme.soft;
-    c.fillText(options.format(mark), LEFT - 8, y);
+    c.fillText((options.formatY ?? options.format)(mark), LEFT - 8, y);
   }
   c.textBaseline = "alphabetic";
   c.textAlign = "center";

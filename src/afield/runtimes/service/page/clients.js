@@ -21,7 +21,6 @@ export function windows() {
 }
 
 export function drawTimeline() {
-  if (!view.visible.has($("timeline"))) return;
   const first = view.state.queue[view.state.head];
   const begin = view.player ? 0 : first ? first.start : 0;
   const empty = view.status?.state === "running" ? "receipts are not written yet: a simulation writes them by the 50,000, and at its end" : "no task yet";
@@ -34,7 +33,8 @@ export function drawTimeline() {
 
 export function legend() {
   const marks = view.state.classes;
-  const items = marks.map((from, at) => [`s${at}`, at === 5 ? `${from}+` : marks[at + 1] - from > 1 ? `${from}–${marks[at + 1] - 1}` : String(from)]);
+  const items = [["", "staleness"]];
+  items.push(...marks.map((from, at) => [`s${at}`, at === 5 ? `${from}+` : marks[at + 1] - from > 1 ? `${from}–${marks[at + 1] - 1}` : String(from)]));
   items.push(["out", "out"], ["gone", "did not count"]);
   const box = $("legend");
   if (box.dataset.key === JSON.stringify(items)) return;
@@ -42,7 +42,7 @@ export function legend() {
   box.replaceChildren(...items.map(([kind, text]) => {
     const [item, mark] = [document.createElement("li"), document.createElement("i")];
     mark.className = kind;
-    item.append(mark, text);
+    item.append(...(kind ? [mark] : []), text);
     return item;
   }));
 }

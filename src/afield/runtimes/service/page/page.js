@@ -15,7 +15,7 @@ const drawn = { slow: 0, fast: 0, rows: -1 };
 const observer = new IntersectionObserver((entries) => {
   for (const entry of entries) entry.isIntersecting ? view.visible.add(entry.target) : view.visible.delete(entry.target);
   view.dirty = true;
-}, { rootMargin: "100px" });
+});
 const resized = new ResizeObserver(() => (view.dirty = true));
 for (const canvas of document.querySelectorAll("canvas")) {
   observer.observe(canvas);
@@ -43,7 +43,7 @@ function frame(at) {
     drawTimeline();
     controls();
   } else if (moving && at - drawn.fast > 33) {
-    drawTimeline();
+    if (view.visible.has($("timeline"))) drawTimeline();
     controls();
   } else return;
   drawn.fast = at;
@@ -149,7 +149,7 @@ function failed(error) {
 }
 
 async function replay() {
-  view.state.clear((view.status.now || 1) / 120);
+  view.state.clear((view.status.now || 1) / 60);
   view.player = new Player(view.state, view.status.now || 1, failed);
   $("player").hidden = false;
   view.player.speed = faster(Number($("speed").value));

@@ -175,7 +175,7 @@ export class Timeline {
 
   labels(c, first, last, theme) {
     const { left, tall, top, per, room } = this.view;
-    const every = Math.max(1, Math.ceil(15 / tall));
+    const every = [1, 2, 5, 10, 20, 50].find((rows) => rows * tall >= 15) ?? 100;
     c.fillStyle = theme.soft;
     c.textAlign = "right";
     c.textBaseline = "middle";
@@ -213,11 +213,14 @@ function seen(bars, start) {
 }
 
 function outline(c, x, y, wide, tall, theme) {
+  c.fillStyle = theme.grid;
+  c.fillRect(x, y, wide, tall);
+  if (wide < 3) return;
   c.strokeStyle = theme.soft;
+  c.globalAlpha = 0.55;
   c.lineWidth = 1;
-  c.setLineDash([3, 2]);
-  c.strokeRect(x + 0.5, y + 0.5, Math.max(1, wide - 1), Math.max(1, tall - 1));
-  c.setLineDash([]);
+  c.strokeRect(x + 0.5, y + 0.5, wide - 1, Math.max(1, tall - 1));
+  c.globalAlpha = 1;
 }
 
 // Not by colour alone: what did not count is crossed through.

@@ -43,7 +43,7 @@ export function significant(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %` : DASH);
+export const percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : DASH);
 export const whole = (value) => (Number.isFinite(value) ? value.toLocaleString("en") : DASH);
 
 // As text: what comes from elsewhere is never markup.
