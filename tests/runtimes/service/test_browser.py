@@ -9,15 +9,13 @@ import base64
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsed import Opened, command, contrasts, move, watched
 from served import Process, until
 from tiny import rows_of, tiny
 
@@ -34,47 +32,6 @@ CHROMIUM = next(
 PHONE, DESKTOP = (390, 844), (1440, 900)
 PAPER = {"light": "rgb(244, 246, 249)", "dark": "rgb(12, 16, 23)"}
 CARDS = ("accuracy", "loss", "rate", "timeline", "staleness")
-
-
-@dataclass
-class Opened:
-    """A page, and what it did that it should not."""
-
-    page: Any
-    origin: str
-    pictures: Path
-    elsewhere: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-
-    def until(self, condition: str, seconds: float = 60.0) -> None:
-        """A function, since the page's own policy forbids to evaluate text."""
-        self.page.wait_for_function(f"() => {condition}", timeout=1000 * seconds)
-
-    def tile(self, name: str) -> str:
-        return str(
-            self.page.locator("#tiles > div", has=self.page.get_by_text(name, exact=True))
-            .locator("dd")
-            .inner_text()
-        )
-
-    def number(self, name: str) -> float:
-        return float(self.tile(name).replace(",", "").replace(" %", "").replace("\u2013", "nan"))
-
-    def pixels(self, canvas: str) -> str:
-        return str(self.page.evaluate(f"document.getElementById('{canvas}').toDataURL()"))
-
-    def colours(self, canvas: str) -> int:
-        """How many colours a canvas shows: one that is empty has one."""
-        count = """id => { const c = document.getElementById(id);
-            const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
-            return new Set(new Uint32Array(data.buffer)).size; }"""
-        return int(self.page.evaluate(count, canvas))
-
-    def shot(self, name: str) -> None:
-        self.page.screenshot(path=self.pictures / f"{name}.png", full_page=True)
-
-    def clean(self) -> None:
-        assert (self.elsewhere, self.complaints) == ([], [])
 
 
 Open = Callable[..., Opened]
@@ -118,26 +75,6 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     yield open_it
     for context in contexts:
         context.close()
-
-
-@contextmanager
-def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "afield", *arguments], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@contextmanager
-def watched(folder: Path) -> Iterator[str]:
-    with command("watch", str(folder)) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().removeprefix("watch at ").strip()
 
 
 @contextmanager
@@ -307,13 +244,6 @@ def test_a_finished_run_is_played(played: Path, opened: Open, scheme: str, size:
         found.clean()
 
 
-def move(tab: Any, slider: str, value: float) -> None:
-    tab.evaluate(
-        "([id, to]) => { const e = document.querySelector(id); e.value = to; e.dispatchEvent(new Event('input')); }",
-        [slider, str(value)],
-    )
-
-
 def test_keys_and_labels_are_enough(played: Path, opened: Open) -> None:
     with watched(played) as url:
         found = opened(url, reduced_motion="reduce")  # no motion: it opens at the end, and does not play
@@ -338,23 +268,6 @@ def test_keys_and_labels_are_enough(played: Path, opened: Open) -> None:
         tab.click("#theme")
         assert contrasts(tab) >= 4.5
         found.clean()
-
-
-def contrasts(tab: Any) -> float:
-    """The least contrast of soft and plain text to its ground, by WCAG."""
-    least: float = tab.evaluate(
-        """() => {
-        const lum = (text) => { const [r, g, b] = text.match(/[0-9.]+/g).map(Number).map(v => v / 255)
-            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-        const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-            if (!c.endsWith(', 0)')) return c; } return 'rgb(255, 255, 255)'; };
-        const texts = [...document.querySelectorAll('h1, h2, p, dt, dd, li, button, label, select')]
-            .filter(e => e.checkVisibility() && e.textContent.trim());
-        return Math.min(...texts.map(e => ratio(lum(getComputedStyle(e).color), lum(ground(e))))); }"""
-    )
-    return least
 
 
 def test_names_from_elsewhere_stay_text(tmp_path: Path, opened: Open) -> None:
