@@ -24,7 +24,11 @@ class Opened:
 
     def until(self, condition: str, seconds: float = 60.0) -> None:
         """A function, since the page's own policy forbids to evaluate text."""
-        self.page.wait_for_function(f"() => {condition}", timeout=1000 * seconds)
+        try:
+            self.page.wait_for_function(f"() => {condition}", timeout=1000 * seconds)
+        except Exception:
+            self.shot("failed")
+            raise
 
     def tile(self, name: str) -> str:
         return str(

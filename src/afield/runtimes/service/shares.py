@@ -51,20 +51,18 @@ class Shares:
         """One receipt of an update that was accepted."""
         self.updates += 1
         self.reached(version)
-        parts = self._parts
         if self.rule == "mixed":
-            self._shrink(1.0 - weight)
-            parts[client] = parts.get(client, 0.0) + weight / self._scale
+            self._shrink(1.0 - weight)  # which may make new parts
+            self._parts[client] = self._parts.get(client, 0.0) + weight / self._scale
         elif self.rule == "replaced":
             self._replace(client, weight)
         elif self.rule == "tabled":
-            parts.setdefault(
-                client, float(version - stepped)
-            )  # counts from the next step on, or from this one
+            # it counts from the next step on, or from the one that it made
+            self._parts.setdefault(client, float(version - stepped))
         elif self.rule == "rounds":
             self._round.append((client, abs(weight)))
         else:
-            parts[client] = parts.get(client, 0.0) + abs(weight)
+            self._parts[client] = self._parts.get(client, 0.0) + abs(weight)
 
     def reached(self, version: int) -> None:
         """The server is at this version: a round before it is over."""

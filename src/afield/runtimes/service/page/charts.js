@@ -34,7 +34,7 @@ export function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= raw * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step + 0); // not -0
   return found;
 }
 
@@ -110,6 +110,7 @@ function axes(c, { marks, X, Y, x0, x1, right, width, height, options, theme }) 
   }
   c.textBaseline = "alphabetic";
   c.textAlign = "center";
+  if (!X) return;
   for (const mark of timeTicks(x0, x1, Math.max(2, Math.floor(width / 110)), options.clock)) {
     const text = options.formatX(mark);
     const half = c.measureText(text).width / 2;
@@ -199,7 +200,7 @@ export function columns(canvas, bars, options, theme) {
   const top = Math.max(high, marks[marks.length - 1]);
   const right = width - 10;
   const Y = (y) => height - BOTTOM - (y / top) * (height - BOTTOM - TOP);
-  axes(c, { marks, X: null, Y, x0: 0, x1: 0, right, width, height, theme, options: { ...options, clock: "none", formatX: () => "" } });
+  axes(c, { marks, Y, right, width, height, theme, options });
   const slot = (right - LEFT) / bars.length;
   const gap = slot > 6 ? 2 : 0;
   let hit = null;

@@ -16,7 +16,7 @@ export function windows() {
   if (key === windowed) return;
   windowed = key;
   $("window").replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
-  $("window").value = choices[view.player ? 1 : real() ? 1 : 2][0];
+  $("window").value = choices[view.player ? 1 : real() ? 0 : 2][0];
   timeline.window = $("window").value ? Number($("window").value) : null;
 }
 

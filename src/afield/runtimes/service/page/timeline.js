@@ -4,7 +4,7 @@
 import { blank, sized, timeTicks } from "./charts.js";
 
 const AXIS = 22;
-const TALL = 20; // pixels of a row at most ...
+const TALL = 24; // pixels of a row at most ...
 const LOW = 7; // ... and at least
 const FITTED = 3;
 
@@ -42,9 +42,10 @@ export class Timeline {
 
   draw(state, end, theme, options) {
     this.sort(state, performance.now());
-    const box = this.scroller.clientHeight;
-    const room = box - AXIS;
     const count = this.clients.length;
+    const box = Math.max(170, Math.min(innerWidth > 720 ? 380 : 320, count * TALL + AXIS));
+    const room = box - AXIS;
+    if (this.box !== box) this.scroller.style.setProperty("--box", `${(this.box = box)}px`);
     const rows = this.fit ? Math.min(count, Math.floor(room / FITTED)) : count;
     const tall = this.fit ? Math.min(TALL, room / Math.max(1, rows)) : Math.max(LOW, Math.min(TALL, room / Math.max(1, rows)));
     const whole = this.fit ? box : Math.max(box, rows * tall + AXIS);
@@ -62,7 +63,8 @@ export class Timeline {
     const label = `${Math.max(...this.clients.slice(0, 1), this.largest())}`;
     const left = Math.max(30, c.measureText(label).width + 20);
     const start = this.window === null ? options.begin : Math.max(options.begin, end - this.window);
-    const span = this.window === null ? Math.max(end - start, 1e-9) : this.window;
+    const gone = Math.max(end - start, 1e-9);
+    const span = this.window === null ? gone : Math.min(this.window, Math.max(gone, this.window / 8));
     const X = (time) => left + ((time - start) / span) * (width - left - 10);
     this.view = { X, left, tall, top, per, start, span, width, room, end, fit: this.fit };
     this.axis(c, X, start, start + span, { left, width, height, room, theme, options });

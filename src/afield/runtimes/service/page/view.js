@@ -33,7 +33,7 @@ export function clock(time) {
   const s = seconds % 60;
   if (h >= 48) return `${significant(seconds / 86400, 3)} d`;
   if (h) return `${h}:${String(m).padStart(2, "0")} h`;
-  return `${m}:${String(s % 1 ? s.toFixed(1) : s).padStart(2, "0")}`;
+  return `${m}:${s % 1 ? s.toFixed(1).padStart(4, "0") : String(s).padStart(2, "0")}`;
 }
 
 export function significant(value, digits = 3) {
