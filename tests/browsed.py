@@ -45,8 +45,11 @@ class Opened:
 
     def colours(self, canvas: str) -> int:
         """How many colours a canvas shows: one that is empty has one."""
-        count = """id => { const c = document.getElementById(id);
-            const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        count = """id => { const from = document.getElementById(id), copy = document.createElement('canvas');
+            [copy.width, copy.height] = [from.width, from.height];
+            const context = copy.getContext('2d', { willReadFrequently: true });
+            context.drawImage(from, 0, 0);
+            const data = context.getImageData(0, 0, copy.width, copy.height).data;
             return new Set(new Uint32Array(data.buffer)).size; }"""
         return int(self.page.evaluate(count, canvas))
 

@@ -119,7 +119,7 @@ def test_a_live_run_moves_on_the_page(tmp_path: Path, opened: Open) -> None:
             until(lambda: found.number("Updates") > updates + 20)
             for name in CARDS:
                 until(lambda name=name: found.pixels(name) != before[name])
-            assert tab.locator("#timeline").get_attribute("aria-label").startswith("8 clients")
+            until(lambda: tab.locator("#timeline").get_attribute("aria-label").startswith("8 clients"))
             found.shot("live-light-1440")
             # The other theme, by the switch, and back.
             assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == PAPER["light"]

@@ -23,7 +23,7 @@ function tiles(points) {
     ["Accuracy", percent(last("accuracy") ?? NaN)],
     ["Loss", significant(last("loss") ?? last("train_loss"))],
     ["Version", whole(view.player ? view.state.version : Math.max(view.state.version, view.status?.version ?? 0))],
-    [real() ? "Versions / minute" : "Versions / time", significant(rate)],
+    [real() ? "Versions / min" : "Versions / time", significant(rate)],
     ["Updates", whole(view.player ? view.state.updates : Math.max(view.state.updates, view.status?.updates ?? 0))],
     ["Staleness", significant(view.state.meanStaleness(), 2)],
     ["Tasks out", whole(view.player ? view.state.open.size : view.status?.tasks ?? view.state.open.size)],

@@ -6,7 +6,7 @@ const probe = document.createElement("i");
 export function colours() {
   document.body.append(probe);
   const found = {};
-  for (const name of ["card", "ink", "soft", "grid", "edge", "accent", "second", "bad", "s0", "s1", "s2", "s3", "s4", "s5"]) {
+  for (const name of ["card", "ink", "soft", "grid", "edge", "accent", "second", "gone", "s0", "s1", "s2", "s3", "s4", "s5"]) {
     probe.style.color = `var(--${name})`;
     found[name] = getComputedStyle(probe).color;
   }

@@ -128,7 +128,7 @@ export class Timeline {
         drawn++;
         if (bar.how === "out") outline(c, x, y, wide, inner, theme);
         else {
-          c.fillStyle = bar.how === "done" ? theme[`s${level}`] : theme.bad;
+          c.fillStyle = bar.how === "done" ? theme[`s${level}`] : theme.gone;
           if (wide > 4) {
             c.beginPath();
             c.roundRect(x, y, wide, inner, round);
@@ -166,7 +166,7 @@ export class Timeline {
         let stop = column + 1;
         while (stop < columns && levels[stop] === level) stop++;
         if (level) {
-          c.fillStyle = level === 1 ? theme.edge : level === 8 ? theme.bad : theme[`s${level - 2}`];
+          c.fillStyle = level === 1 ? theme.edge : level === 8 ? theme.gone : theme[`s${level - 2}`];
           c.fillRect(left + 2 * column, row * tall, 2 * (stop - column), inner);
         }
         column = stop;
