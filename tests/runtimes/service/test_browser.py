@@ -314,7 +314,10 @@ def test_thousands_of_clients_stay_fluid(tmp_path: Path, opened: Open) -> None:
         tab = found.page
         found.until("document.getElementById('state').textContent === 'replay'")
         move(tab, "#position", 900)
-        until(lambda: tab.inner_text("#n-timeline").startswith("5,000 clients"), 60)
+        found.until("document.getElementById('state').textContent === 'paused'")
+        # 0.9 of 64.999: those that arrived until 58.4991
+        assert tab.inner_text("#at") == "58.5 of 65" and found.number("Updates") == 53_500
+        until(lambda: tab.inner_text("#n-timeline").startswith("5,000 clients"))
         tab.click("#play")
         # Frames while it plays, each of the ways to look at it.
         for act in (lambda: None, lambda: tab.click("#fit"), lambda: tab.select_option("#window", "")):
@@ -328,6 +331,7 @@ def test_thousands_of_clients_stay_fluid(tmp_path: Path, opened: Open) -> None:
         tab.click("#play")
         found.shot("thousands-fitted-1440")
         tab.click("#fit")
+        found.until("document.getElementById('scroller').scrollHeight > 30000")
         tab.evaluate("document.getElementById('scroller').scrollTop = 15000")
         found.shot("thousands-1440")
         drawn = int(tab.inner_text("#n-timeline").split(" · ")[1].split()[0].replace(",", ""))

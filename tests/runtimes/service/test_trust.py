@@ -27,6 +27,7 @@ ROUTES = [
     ("POST", "/v1/tasks/0/heartbeat"), ("PUT", "/v1/tasks/0/update"), ("GET", "/v1/tasks/0/receipt"),
     ("GET", "/v1/tasks/0/correction"), ("GET", "/v1/models/latest"), ("GET", "/v1/status"), ("GET", "/v1/history"),
     ("GET", "/v1/events"), ("POST", "/v1/promote"), ("POST", "/v1/rollback"), ("GET", "/metrics"),
+    ("GET", "/v1/shares"),
 ]  # fmt: skip
 
 

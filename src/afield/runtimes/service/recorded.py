@@ -109,7 +109,7 @@ class Recorded:
         """As of a live service, with where the run begins and ends."""
         finished = (self.folder / "summary.json").exists()
         arrived, last = self.columns["arrived"], self.measured[-1] if self.measured else {}
-        times = [float(row["time"]) for row in self.measured[-1:]] + [float(arrived[-1])] * bool(len(arrived))
+        times = [float(last.get("time", 0.0)), *map(float, arrived[-1:])]
         return {
             "name": self.config.get("label", self.folder.name),
             "strategy": self.config.get("strategy", {}),
@@ -121,7 +121,7 @@ class Recorded:
             "tasks": None,
             "waiting": None,
             "clients": self.clients,
-            "now": max(times, default=0.0),
+            "now": max(times),
             "rows": self.last,
             "accuracy": last.get("accuracy"),
             "loss": last.get("loss"),
@@ -132,26 +132,24 @@ class Recorded:
 
     def look(self) -> None:
         """Read what has come since the last look."""
-        codes: list[tuple[float, int, int]] = []
         if self._cut():
             self._forget()
             self.void = self.last
             self.codes = np.append(self.codes, RESET)
-        measured = self._new_measurements()
-        for row in measured:
-            codes.append((float(row["time"]), MEASUREMENT, len(self.measured)))
-            self.measured.append(row)
-        found = [np.array([], dtype=np.float64)], [np.array([], dtype=np.int64)]
+        times: list[Any] = []
+        codes: list[Any] = []
+        if measured := self._new_measurements():
+            times.append([float(row["time"]) for row in measured])
+            codes.append(np.arange(len(self.measured), len(self.measured) + len(measured)) * 8 + MEASUREMENT)
+            self.measured.extend(measured)
         for file in self._new_files():
-            times, places = self._receipts(file)
-            found[0].extend(times)
-            found[1].extend(places)
+            when, what = self._receipts(file)
+            times.extend(when)
+            codes.extend(what)
         if codes:
-            found[0].append(np.array([code[0] for code in codes]))
-            found[1].append(np.array([code[2] * 8 + code[1] for code in codes]))
-        times, places = np.concatenate(found[0]), np.concatenate(found[1]).astype(np.int64)
-        order = np.lexsort((places // 8, places % 8, times))
-        self.codes = np.concatenate([self.codes, places[order]])
+            new = np.concatenate(codes).astype(np.int64)
+            order = np.lexsort((new // 8, new % 8, np.concatenate(times)))
+            self.codes = np.concatenate([self.codes, new[order]])
 
     def _cut(self) -> bool:
         """Whether something that was read is not there any more: the run was taken up again."""

@@ -54,7 +54,7 @@ export function head() {
   document.title = `${view.status?.name ?? "run"} · afield`;
   const pill = $("state");
   let text = view.connection === "away" ? "reconnecting" : String(view.status?.state ?? "not connected");
-  if (view.player) text = view.player.playing ? "replay" : view.player.time >= view.player.end ? "finished" : "paused";
+  if (view.player) text = view.player.seeking ? "seeking" : view.player.playing ? "replay" : view.player.time >= view.player.end ? "finished" : "paused";
   if (view.connection === "failed") text = "out of reach";
   write(pill, text);
   pill.classList.toggle("good", text === "serving" || text === "running" || text === "replay");
@@ -140,7 +140,7 @@ function histogram() {
   const width = Math.max(1, Math.ceil((most + 1) / 32));
   const bars = [];
   for (let from = 0; view.state.counted && from <= most; from += width) {
-    bars.push({ label: width === 1 ? String(from) : `${from}–${from + width - 1}`, from, value: 0, colour: view.theme[`s${view.state.level(from)}`] });
+    bars.push({ label: width === 1 ? String(from) : `${from}–${from + width - 1}`, from, value: 0, colour: view.theme[`s${view.state.level(from + Math.floor(width / 2))}`] });
   }
   for (const [stale, count] of view.state.counts) bars[Math.floor(stale / width)].value += count;
   const hit = columns($("staleness"), bars, { format: whole, cursor: cursors.get("staleness") ?? null, empty: "no update yet" }, view.theme);

@@ -217,7 +217,7 @@ export function columns(canvas, bars, options, theme) {
     if (options.cursor !== null && options.cursor >= x && options.cursor < x + slot) hit = bar;
     if (at % every === 0) {
       c.fillStyle = theme.soft;
-      c.fillText(bar.label, x + slot / 2, height - 5);
+      c.fillText(bar.label, Math.min(x + slot / 2, width - 2 - c.measureText(bar.label).width / 2), height - 5);
     }
   });
   return hit;

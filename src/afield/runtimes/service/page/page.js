@@ -82,6 +82,8 @@ function controls() {
 }
 
 $("play").addEventListener("click", async () => {
+  view.player.broken = false; // try again
+  view.connection = "";
   if (!view.player.playing && view.player.time >= view.player.end) await view.player.seek(0);
   view.player.playing = !view.player.playing;
   view.dirty = true;

@@ -4,7 +4,7 @@ import { rowTime } from "./state.js";
 
 const KEY = "afield-token";
 const SILENCE = 45000; // milliseconds without a byte after which a connection counts as dead
-const PAGE = 5000; // rows asked for at a time
+const PAGE = 10000; // rows asked for at a time
 
 export class Denied extends Error {}
 
@@ -122,6 +122,8 @@ export class Player {
     this.speed = end / 60;
     this.playing = false;
     this.turn = 0; // a newer seek ends an older one
+    this.seeking = false;
+    this.broken = false; // the server did not answer
     this.rewind();
   }
 
@@ -136,7 +138,7 @@ export class Player {
   }
 
   fill() {
-    if (this.all || this.fetching) return this.fetching;
+    if (this.all || this.fetching || this.broken) return this.fetching;
     const turn = this.turn;
     const asked = get(`/v1/history?first=1&limit=${PAGE}&after=${this.after}`).then(
       ({ rows, last }) => {
@@ -150,6 +152,7 @@ export class Player {
       (error) => {
         this.fetching = null;
         this.playing = false;
+        this.broken = true;
         this.failed(error);
       },
     );
@@ -170,6 +173,7 @@ export class Player {
   }
 
   tick(seconds) {
+    if (this.seeking) return;
     if (this.queue.length - this.at < PAGE / 2) this.fill();
     if (!this.playing) return;
     const wanted = Math.min(this.end, this.time + seconds * this.speed);
@@ -178,11 +182,17 @@ export class Player {
     if (this.all && this.time >= this.end) this.playing = false;
   }
 
+  // Go to a time. Back is from the beginning: so all that is shown is what the rows up to then make of it.
   async seek(time) {
     const turn = ++this.turn;
     if (time < this.time) this.rewind();
+    this.time = time;
     this.fetching = null;
-    while (turn === this.turn && !this.take(time)) await this.fill();
-    if (turn === this.turn) this.time = time;
+    this.seeking = true;
+    while (turn === this.turn && !this.take(time)) {
+      await this.fill();
+      if (this.broken) break;
+    }
+    if (turn === this.turn) this.seeking = false;
   }
 }

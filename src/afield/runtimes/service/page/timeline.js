@@ -217,7 +217,7 @@ function seen(bars, start) {
 function outline(c, x, y, wide, tall, theme) {
   c.fillStyle = theme.grid;
   c.fillRect(x, y, wide, tall);
-  if (wide < 3) return;
+  if (wide < 3 || tall < 9) return;
   c.strokeStyle = theme.soft;
   c.globalAlpha = 0.55;
   c.lineWidth = 1;
