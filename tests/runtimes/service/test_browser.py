@@ -192,6 +192,18 @@ def test_it_asks_for_a_token_and_comes_back_after_a_restart(tmp_path: Path, open
     assert not [text for text in found.complaints if not text.startswith("Failed to load resource")]
 
 
+def test_what_privacy_costs_is_shown_where_it_is_on(tmp_path: Path, opened: Open) -> None:
+    pytest.importorskip("dp_accounting")
+    arguments = ("default", "--strategy", "fedbuff", "--set", "strategy.size=4", "--clip", "1.0", *LIVE[3:])
+    with Process(tmp_path / "run", arguments) as server:
+        found = opened(f"{server.url}/#token={server.token}", scheme="dark")
+        with joined(server, server.url):
+            found.until("document.getElementById('n-epsilon').textContent.includes('steps of one client')")
+            until(lambda: found.number("Epsilon") > 5 and found.colours("epsilon") > 3)
+            found.shot("privacy-dark-1440")
+        found.clean()
+
+
 def told_rows(url: str, token: str) -> list[dict[str, Any]]:
     import httpx
 
@@ -309,6 +321,8 @@ def test_thousands_of_clients_stay_fluid(tmp_path: Path, opened: Open) -> None:
         started[client] = arrived
     receipts.sort(key=lambda receipt: receipt.arrived)
     write_receipts(receipts, folder / "receipts" / "00000.parquet")
+    metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(metrics[0])  # before the first update: true of any run
     with watched(folder) as url:
         found = opened(url)
         tab = found.page

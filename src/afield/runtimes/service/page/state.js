@@ -79,7 +79,8 @@ export class State {
     this.rows = 0;
     this.measured = [];
     this.version = 0;
-    this.updates = 0;
+    this.told = 0; // updates, as the last measurement has it ...
+    this.since = 0; // ... and those that arrived after it
     this.last = 0; // the newest time seen
     this.bars = new Map(); // client -> its tasks, oldest first
     this.queue = []; // all of them, oldest first
@@ -124,8 +125,8 @@ export class State {
     if (this.done.has(values.number)) return;
     this.remember(values.number);
     this.finish(values, "done");
-    this.updates++;
     this.counted++;
+    if (!this.measured.length || values.arrived > this.measured[this.measured.length - 1].time) this.since++;
     this.counts.set(values.staleness, (this.counts.get(values.staleness) ?? 0) + 1);
     this.recent.push(values.staleness);
     if (this.recent.length > 200) this.recent.shift();
@@ -193,8 +194,13 @@ export class State {
     if (last && values.time <= last.time) return; // told again after a restart
     this.measured.push(values);
     if (this.measured.length > MEASURED) this.measured.shift();
-    if (number(values.updates) !== null) this.updates = Math.max(this.updates, values.updates);
+    if (number(values.updates) !== null) [this.told, this.since] = [values.updates, 0];
     this.step(values.time, values.version);
+  }
+
+  // Receipts may be missing (before the page was opened), or come after a measurement that counts them.
+  get updates() {
+    return Math.max(this.counted, this.told + this.since);
   }
 
   step(time, version) {
