@@ -1,5 +1,5 @@
 // Each client a row, each task a bar from checkout to arrival, coloured by its staleness. Only rows that are in view
-// are drawn; "fit" puts neighbours into one row and shows the stalest of them.
+// are drawn; "fit" puts neighbours into one row and shows the mean of their classes.
 
 import { blank, sized, timeTicks } from "./charts.js";
 
@@ -141,32 +141,40 @@ export class Timeline {
     return drawn;
   }
 
-  // Several clients per row: a grid of pixels, each with the highest class of any bar over it.
+  // Several clients per row: a grid of pixels, each with the mean class of the bars over it.
   drawFitted(c, state, theme, per, last, end) {
     const { X, left, width, tall, start, span } = this.view;
     const columns = Math.ceil((width - left) / 2);
-    const levels = new Uint8Array(columns);
+    const levels = new Uint8Array(columns); // 0: nothing, 1: out, 2: did not count, 3...: the classes
+    const [sums, counts] = [new Float32Array(columns), new Float32Array(columns)];
     let drawn = 0;
     for (let row = 0; row < last; row++) {
-      levels.fill(0);
+      for (const each of [levels, sums, counts]) each.fill(0);
       for (let place = row * per; place < Math.min((row + 1) * per, this.clients.length); place++) {
         const bars = state.bars.get(this.clients[place]) ?? [];
         for (let at = seen(bars, start); at < bars.length && bars[at].start <= start + span; at++) {
           const bar = bars[at];
-          const level = bar.how === "out" ? 1 : bar.how === "done" ? state.level(bar.stale) + 2 : 8;
           const from = Math.max(0, Math.floor((X(bar.start) - left) / 2));
           const to = Math.min(columns - 1, Math.max(from, Math.floor((X(bar.end ?? end) - left) / 2)));
-          for (let column = from; column <= to; column++) if (levels[column] < level) levels[column] = level;
+          const level = bar.how === "done" ? state.level(bar.stale) : -1;
+          for (let column = from; column <= to; column++) {
+            if (level < 0) levels[column] = Math.max(levels[column], bar.how === "out" ? 1 : 2);
+            else {
+              sums[column] += level;
+              counts[column]++;
+            }
+          }
           drawn++;
         }
       }
+      for (let column = 0; column < columns; column++) if (counts[column]) levels[column] = 3 + Math.round(sums[column] / counts[column]);
       const inner = Math.max(1, tall - (tall > 5 ? 1.5 : 0.5));
       for (let column = 0; column < columns; ) {
         const level = levels[column];
         let stop = column + 1;
         while (stop < columns && levels[stop] === level) stop++;
         if (level) {
-          c.fillStyle = level === 1 ? theme.edge : level === 8 ? theme.gone : theme[`s${level - 2}`];
+          c.fillStyle = level === 1 ? theme.grid : level === 2 ? theme.gone : theme[`s${level - 3}`];
           c.fillRect(left + 2 * column, row * tall, 2 * (stop - column), inner);
         }
         column = stop;
