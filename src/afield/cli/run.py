@@ -18,7 +18,7 @@ from afield.experiments.folder import check_new, slug
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
 from afield.experiments.sweep import prepare_all, run_together
-from afield.reports import load, tables
+from afield.reports import columns, load, tables
 from afield.scenarios.data import Quadratic
 
 NEXT = """[bold]Try next[/bold]
@@ -56,7 +56,7 @@ def run(
     console = screen()
     runs = load.find(places)
     comparison = tables.compare(runs, chosen.target)
-    console.print(tables.to_rich(comparison, console.width))
+    console.print(columns.to_rich(comparison, console.width))
     numbers, picture = folder / "compare.csv", folder / f"{chosen.figure}.png"
     tables.to_csv(comparison, numbers)
     _draw(chosen, runs, picture)
@@ -70,6 +70,9 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders.")],
     target: Annotated[float | None, typer.Option(help="Accuracy whose time is reported.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the numbers here.")] = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Print a LaTeX table (booktabs) and nothing else.")
+    ] = False,
     png: Annotated[Path | None, typer.Option(help="Write the picture here (.png, .pdf, .svg).")] = None,
     diagnose: Annotated[
         Path | None, typer.Option(help="Write the picture of diagnosed runs here: why steps err.")
@@ -78,7 +81,10 @@ def compare(
         Literal["time", "updates", "versions", "wall"], typer.Option(help="The picture's axis.")
     ] = "time",
 ) -> None:
-    """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target."""
+    """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target.
+
+    The best is marked *, what the noise over seeds cannot tell from it ~.
+    """
     if target is not None and not 0 < target <= 1:
         raise InputError(f"--target {target} is outside (0, 1]: give a share, such as 0.85")
     for option, picture in (("--png", png), ("--diagnose", diagnose)):
@@ -86,8 +92,11 @@ def compare(
             raise InputError(f"{option} {picture} is no kind of picture: let it end in {', '.join(PICTURES)}")
     found = load.find(runs)
     comparison = tables.compare(found, target)
-    console = screen()
-    console.print(tables.to_rich(comparison, console.width))
+    if latex:
+        typer.echo(columns.to_latex(comparison), nl=False)
+    else:
+        console = screen()
+        console.print(columns.to_rich(comparison, console.width))
     if csv is not None:
         tables.to_csv(comparison, csv)
     if png is not None:
