@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.markup import escape
 
+from afield.cli.look import check_target
 from afield.cli.progress import Progress
 from afield.cli.screen import screen
 from afield.core.errors import InputError
@@ -25,7 +26,7 @@ NEXT = """[bold]Try next[/bold]
   afield run --strategy fedstale              another algorithm (all: afield list)
   afield run --set scenario.delay.spread=0.3  clients more alike in speed
   afield run --set 'seeds=\\[0,1,2]'            means and spreads over seeds
-  afield compare {folder}"""
+  afield report {folder}        the page: who won, why, at whose cost"""
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -85,8 +86,7 @@ def compare(
 
     The best is marked *, what the noise over seeds cannot tell from it ~.
     """
-    if target is not None and not 0 < target <= 1:
-        raise InputError(f"--target {target} is outside (0, 1]: give a share, such as 0.85")
+    check_target(target)
     for option, picture in (("--png", png), ("--diagnose", diagnose)):
         if picture is not None and picture.suffix not in PICTURES:
             raise InputError(f"{option} {picture} is no kind of picture: let it end in {', '.join(PICTURES)}")

@@ -38,6 +38,11 @@ class RunFolder:
         self._rows: list[Receipt] = []
         self._files = 0
 
+    def clients(self, people: Mapping[str, Any] | None) -> None:
+        """Who has which data and how slow (experiments/people.py); a run with too many clients tells nothing."""
+        if people is not None:
+            (self.path / "clients.json").write_text(json.dumps(people) + "\n", encoding="utf-8")
+
     def receipt(self, receipt: Receipt) -> None:
         if self._keeps:
             self._rows.append(receipt)
