@@ -37,7 +37,7 @@ class Column:
     def best(self) -> set[int]:
         """The rows with the best value; none where there is nothing to compare."""
         taking_part = [rank for rank in self.ranks if not math.isnan(rank)]
-        if len(taking_part) < 2 or min(taking_part) == math.inf:
+        if len(taking_part) < 2 or min(taking_part) in (math.inf, max(taking_part)):
             return set()
         return {i for i, rank in enumerate(self.ranks) if rank == min(taking_part)}
 

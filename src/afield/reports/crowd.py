@@ -126,9 +126,12 @@ def timeline(digests: Sequence[Digest]) -> Picture:
         layout["legend"] = {"title": {"text": "staleness"}}
         views.append((digest.label, traces, layout))
         if not part.whole:
-            partly.append(f"{digest.label}: {len(part.shown)} clients up to time {short(part.until)}")
+            partly.append((len(part.shown), part.until))
     note = "A bar is one task. Drag to zoom, double-click for all of it."
-    note += _first_seed(digests) + (f" Not all is drawn ({'; '.join(partly)})." if partly else "")
+    if partly:
+        clients, until = max(count for count, _ in partly), min(end for _, end in partly)
+        note += f" Not all is drawn: {clients} clients, evenly from fast to slow, at least up to time {short(until)}."
+    note += _first_seed(digests)
     missing = "" if views else "No run here kept its receipts."
     return Picture("timeline", "Client timeline", views, note, tall=True, missing=missing)
 

@@ -110,9 +110,9 @@ def _card(title: str, inside: str, note: str = "") -> str:
     return f'<div class="card"><h2>{html.escape(title)}</h2>{inside}{told}</div>'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]], side: str = "") -> str:
     """Cells are (text, class)."""
-    top = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    top = "".join(f'<th class="{side}">{html.escape(text)}</th>' for text in head)
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{html.escape(text)}</td>' for text, kind in row) + "</tr>"
         for row in rows
@@ -155,7 +155,7 @@ def _words(facts: Facts) -> str:
 
 def _ranking(facts: Facts) -> str:
     columns = [column for column in columns_of(facts.comparison) if not column.picture]
-    head = ["", *(" ".join(column.title.replace("-\n", "").split()) for column in columns)]
+    head = ["", *(column.title.replace("-\n", "") for column in columns)]
     rows = [
         [(row.label, ""), *((column.cells[i], _kind(column, i)) for column in columns)]
         for i, row in enumerate(facts.comparison.rows)
@@ -263,7 +263,7 @@ def _settings(runs: Sequence[Run]) -> str:
             cells.append((" | ".join(values), "left"))
         rows.append([(key, ""), *cells])
     note = "Every key in which the runs differ, besides label and seed; a bar separates values of one label."
-    return _card("Differences in settings", _table(["", *groups], rows), note)
+    return _card("Differences in settings", _table(["", *groups], rows, "left"), note)
 
 
 def _value(config: dict[str, Any], key: str) -> str:

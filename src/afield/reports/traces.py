@@ -166,38 +166,57 @@ def _first_times(run: Run, grid: Floats) -> Floats:
 
 def staleness(digests: Iterable[Digest]) -> Picture:
     """How stale the used updates were, seeds together."""
-    counts, means = [], []
+    boxes, density, means, tails, peaks = [], [], [], [], []
     for i, digest in enumerate(digests):
         logs = [seen.log for seen in digest.seen]
         found = np.concatenate([log.staleness[log.used] for log in logs])
         if not len(found):
             continue
         weight = np.concatenate([log.weight[log.used] for log in logs])
+        boxes.append(_box(i, digest.label, found))
         edges = _edges(int(found.max()))
         place = np.searchsorted(edges, found, side="right") - 1
-        share = np.bincount(place, minlength=len(edges)) / len(found)
-        with np.errstate(invalid="ignore"):
-            mean = np.bincount(place, weight, minlength=len(edges)) / np.bincount(place, minlength=len(edges))
-        centre = np.array([(a + b) / 2 for a, b in zip(edges, [*(edges[1:] - 1), edges[-1]], strict=True)])
-        counts.append(line(i, digest.label, centre, share, line={**_step(i)}))
-        seen_here = np.isfinite(mean)
+        counts = np.bincount(place, minlength=len(edges))
+        width = edges[1] - edges[0] if len(edges) > 1 else 1.0
+        centre = edges + (width - 1) / 2
+        share = counts / len(found) / width
+        # A label with one bin is a spike that would flatten all others.
+        spike = {"mode": "markers"} if len(edges) == 1 else {}
+        stepped = {"color": COLOURS[i % 7], "dash": DASHES[i // 7 % 4], "width": 2, "shape": "hvh"}
+        density.append(line(i, digest.label, centre, share, line=stepped, **spike))
+        tails.append(float(np.quantile(found, 0.99)))
+        peaks.append(0.0 if spike else float(share.max()))
+        seen_here = counts > 0
+        mean = np.bincount(place, weight, minlength=len(edges))[seen_here] / counts[seen_here]
         marks = {"mode": "lines+markers", "marker": {"size": 5}}
-        means.append(line(i, digest.label, centre[seen_here], mean[seen_here], **marks))
-    if not counts:
+        means.append(line(i, digest.label, centre[seen_here], mean, **marks))
+    if not boxes:
         return Picture("staleness", "Staleness", [], missing="No run here kept its receipts.")
-    x = {"title": {"text": "staleness (versions)"}}
-    share_axis = {"title": {"text": "share of updates"}, "tickformat": ".0%", "hoverformat": ".2%"}
+    x = {"title": {"text": "staleness (versions)"}, "rangemode": "tozero"}
+    share_axis = {
+        "title": {"text": "share of updates per version"},
+        "tickformat": ".0%",
+        "hoverformat": ".2%",
+    }
+    near = {**share_axis, "range": [0, 1.1 * (max(peaks) or 1)]}
+    far = {**share_axis, "tickformat": "~r", "type": "log"}
     views: list[View] = [
-        ("distribution", counts, {"xaxis": x, "yaxis": {**share_axis, "rangemode": "tozero"}}),
-        ("logarithmic", counts, {"xaxis": x, "yaxis": {**share_axis, "tickformat": "~r", "type": "log"}}),
+        ("quantiles", boxes, {"xaxis": x, "yaxis": {"autorange": "reversed"}, "showlegend": False}),
+        ("distribution", density, {"xaxis": {**x, "range": [-0.5, max(1.0, *tails)]}, "yaxis": near}),
+        ("logarithmic", density, {"xaxis": x, "yaxis": far}),
         ("weight given", means, {"xaxis": x, "yaxis": {"title": {"text": "mean weight"}}}),
     ]
-    note = "Versions between the model that an update started from and the one it met. Refused updates do not count."
-    return Picture("staleness", "Staleness of updates", views, note)
+    note = "Versions between the model that an update started from and the one it met. Refused updates do not count. "
+    return Picture(
+        "staleness", "Staleness of updates", views, note + "Boxes: quartiles; whiskers: 5 % and 95 %."
+    )
 
 
-def _step(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % 7], "dash": DASHES[i // 7 % 4], "width": 2, "shape": "hvh"}
+def _box(i: int, label: str, values: Any) -> dict[str, Any]:
+    low, first, middle, third, high = (float(q) for q in np.quantile(values, (0.05, 0.25, 0.5, 0.75, 0.95)))
+    box = {"q1": [first], "median": [middle], "q3": [third], "lowerfence": [low], "upperfence": [high]}
+    told = {"type": "box", "orientation": "h", "name": html.escape(label), "y": [html.escape(label)]}
+    return {**told, **box, "mean": [float(np.mean(values))], "marker": {"color": COLOURS[i % 7]}}
 
 
 def _edges(most: int) -> Floats:

@@ -28,10 +28,11 @@ def first_to_target(facts: Facts) -> str | None:
         return None
     near = [d.label for d, s in times[1:] if s.mean == quick.mean or apart(quick, s) is False]
     share = f"in {_percent(quick.mean / slow.mean)} of {last.label}'s time" if slow.mean else ""
-    text = f"{first.label} reached {_target(facts)} {share} ({_told(quick)} against {_told(slow)} in virtual time)"
-    if not near:
-        text = f"{first.label} was first to reach {_target(facts)}, {share} ({_told(quick)} against {_told(slow)})"
-    return text + (f"; {_and(near)} took as long within noise." if near else ".")
+    against = f"({_told(quick)} against {_told(slow)} in virtual time)"
+    if near:
+        text = f"{first.label} reached {_target(facts)} {share} {against}"
+        return f"{text}; {_and(near)} cannot be told apart from it over these seeds."
+    return f"{first.label} was first to reach {_target(facts)}, {share} {against}."
 
 
 def no_first(facts: Facts) -> str | None:
@@ -43,7 +44,7 @@ def no_first(facts: Facts) -> str | None:
     if quick.mean != slow.mean and apart(quick, slow) is not False:
         return None
     names = _and([d.label for d, _ in times])
-    return f"{names} reached {_target(facts)} in the same time, as far as their seeds can tell."
+    return f"These seeds cannot tell who of {names} was first to reach {_target(facts)}."
 
 
 def never(facts: Facts) -> str | None:
@@ -72,10 +73,10 @@ def best_at_the_end(facts: Facts) -> str | None:
     (best, top), others = ends[0], ends[1:]
     tied = [d.label for d, s in others if s.mean == top.mean or apart(top, s) is False]
     if len(tied) == len(others):
-        return f"At the end all are within noise of each other, the best at {_accuracy(top)}."
-    text = f"At the end {best.label} was best with {_accuracy(top)}"
+        return f"At the end none can be told apart from the best mean, {_accuracy(top)}, over these seeds."
+    text = f"At the end {best.label} had the best accuracy, {_accuracy(top)}"
     if tied:
-        return f"{text}, which {_and(tied)} matched within noise."
+        return f"{text}; {_and(tied)} cannot be told apart from it over these seeds."
     second, next_best = others[0]
     return f"{text}, {_points(top.mean - next_best.mean)} before {second.label}."
 
@@ -114,9 +115,9 @@ def left_behind(facts: Facts) -> str | None:
 
 
 def nobody_left_behind(facts: Facts) -> str | None:
-    """No label leaves the slowest tenth a point behind."""
+    """No label leaves the slowest tenth a point behind, nor could: not even at the lower end of its interval."""
     known = [d.behind for d in facts.digests if d.behind is not None]
-    if not known or len(known) < len(facts.digests) or any(s.mean <= -POINT for s in known):
+    if not known or len(known) < len(facts.digests) or any(s.mean - (s.margin or 0) <= -POINT for s in known):
         return None
     return "Nobody left the slowest tenth of the clients a point or more behind the mean client."
 

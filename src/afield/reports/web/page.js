@@ -10,6 +10,7 @@
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const axis = (own) => ({
     gridcolor: css("--edge"), zerolinecolor: css("--edge"), linecolor: css("--edge"), automargin: true, ...own,
+    title: { standoff: 8, ...own?.title },
   });
 
   function layout(own) {
@@ -22,8 +23,9 @@
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", size: small ? 11 : 13, color: css("--ink") },
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--edge"), font: { color: css("--ink") } },
-      legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, ...own.legend },
-      margin: { l: small ? 44 : 60, r: small ? 8 : 16, t: 10, b: 44 },
+      legend: { orientation: "h", y: -0.2, yanchor: "top", x: 0, ...own.legend },
+      margin: { l: small ? 44 : 60, r: small ? 8 : 16, t: small ? 36 : 10, b: 44 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--accent") },
       showlegend: own.showlegend,
       dragmode: small ? false : "zoom",
     };
