@@ -61,7 +61,7 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
         tall=True,
         missing="" if updates else lost,
     )
-    told = "Each client's share of the model over an equal share: 1 is fair, blue too much, red too little."
+    told = "Each client's share of the model over an equal share: 1 is fair, red is more, blue is less."
     missing = "" if share else "Not recorded: run with --set measure.diagnose=true."
     return [part, Picture("shares", "Whose model it is", share, f"{told}{grouped}{seeds}", True, missing)]
 
@@ -166,6 +166,7 @@ def partition(digests: Sequence[Digest]) -> Picture:
         mix = np.stack([labels[part].mean(axis=0) for part in seen.clients.rows])
         hover = "class %{x}<br>speed rank %{y}<br>%{z:.3g} examples<extra></extra>"
         layout = _by_speed(seen.clients, "class")
+        layout["xaxis"]["dtick"] = 1 if mix.shape[1] <= 20 else None
         trace = heat(np.arange(mix.shape[1]), mix, "examples", row_names(seen.clients), hovertemplate=hover)
         views.append((digest.label, [trace], layout))
     if len(views) == 1:

@@ -160,10 +160,17 @@ def _ranking(facts: Facts) -> str:
         [(row.label, ""), *((column.cells[i], _kind(column, i)) for column in columns)]
         for i, row in enumerate(facts.comparison.rows)
     ]
-    marks = '<span class="key best">best</span> <span class="key tie">within noise of it</span>'
-    told = [html.escape(note) for note in notes(facts.comparison, columns) if note[0] not in "*~"]
-    explained = f"{marks} (Welch's t over seeds, 95 %). Mean ± standard deviation over seeds."
-    return _card("Side by side", _table(head, rows), " ".join([explained, *told]))
+    told = ['<span class="key best">best</span>']
+    if any(column.ties for column in columns):
+        told.append('<span class="key tie">within noise of it</span> (Welch\'s t over seeds, 95 %).')
+    if any(row.runs > 1 for row in facts.comparison.rows):
+        told.append("Mean ± standard deviation over seeds.")
+    told += [
+        f"{note[0].upper()}{html.escape(note[1:])}."
+        for note in notes(facts.comparison, columns)
+        if note[0] not in "*~"
+    ]
+    return _card("Side by side", _table(head, rows), " ".join(told))
 
 
 def _kind(column: Column, row: int) -> str:

@@ -78,7 +78,7 @@ def best_at_the_end(facts: Facts) -> str | None:
     if tied:
         return f"{text}; {_and(tied)} cannot be told apart from it over these seeds."
     second, next_best = others[0]
-    return f"{text}, {_points(top.mean - next_best.mean)} before {second.label}."
+    return f"{text}, {_points(top.mean - next_best.mean)} ahead of {second.label}."
 
 
 def cheapest(facts: Facts) -> str | None:
