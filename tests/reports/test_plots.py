@@ -149,5 +149,6 @@ def test_what_reports_import() -> None:
                 names |= {alias.name for alias in node.names}
         assert not [name for name in names if name.startswith("torch") or "pyplot" in name]
         assert not [name for name in names if name.startswith("afield.") and ".reports." not in name]
-        draws = file.name in ("plots.py", "figures.py")
+        draws = file.name in ("plots.py", "figures.py", "prints.py")
         assert draws or not [name for name in names if name.startswith("matplotlib")]
+        assert file.name == "page.py" or not [name for name in names if name.startswith("plotly")]

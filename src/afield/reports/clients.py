@@ -33,8 +33,8 @@ class Log:
     def of(cls, run: Run) -> Log:
         table = run.columns(["client", "started", "arrived", "staleness", "weight", "refused"])
         names = ("client", "started", "arrived", "staleness", "weight")
-        columns: list[Any] = [table[name].to_numpy() for name in names]
-        return cls(*columns, pc.equal(table["refused"], "").to_numpy())
+        columns: dict[str, Any] = {name: table[name].to_numpy() for name in names}
+        return cls(**columns, used=pc.equal(table["refused"], "").to_numpy())
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ class Stretch:
 def stretch(clients: Clients, log: Log, rows: int = 30, tasks: int = 3000) -> Stretch:
     """At most `rows` clients, evenly from fast to slow, for as long as they have at most `tasks` tasks."""
     heard = clients.order[np.bincount(log.client, minlength=clients.count)[clients.order] > 0]
-    picked = np.unique(np.linspace(0, len(heard) - 1, rows).round().astype(int)) if len(heard) else []
-    shown = heard[picked] if len(heard) else heard
+    shown = heard[np.unique(np.linspace(0, max(len(heard) - 1, 0), rows).round().astype(int))[: len(heard)]]
     row_of = np.full(clients.count, -1)
     row_of[shown] = np.arange(len(shown))
     index = np.flatnonzero(row_of[log.client] >= 0)

@@ -27,7 +27,7 @@ from afield.reports.noise import student
 from afield.reports.plots import DASHES
 
 COLUMN, PAGE = 3.35, 6.9  # inches: a column, and the page, of ICML, NeurIPS-like, IEEE and ACM layouts
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "serif",
     "font.serif": ["Times New Roman", "Nimbus Roman", "TeX Gyre Termes", "STIXGeneral", "DejaVu Serif"],
     "mathtext.fontset": "stix",
@@ -198,7 +198,11 @@ def _heatmap(runs: Sequence[Run], wanted: Wanted) -> Figure:
         for found, s in zip(owned, firsts, strict=True)
     ]
     most = max(float(z.max()) for z, _ in drawn) or 1.0
-    limits = {"vmin": 0, "vmax": 2 if by_share else most, "cmap": "RdBu_r" if by_share else "viridis"}
+    limits: dict[str, Any] = {
+        "vmin": 0,
+        "vmax": 2 if by_share else most,
+        "cmap": "RdBu_r" if by_share else "viridis",
+    }
     for axes, seen, (z, times) in zip(panels, firsts, drawn, strict=True):
         picture = axes.imshow(
             z,
