@@ -98,6 +98,10 @@ def test_it_opens_from_a_file_and_answers(default: Path, opened: Open) -> None:
     tab = found.page
     assert tab.title() == "ace · fedasync · fedavg · fedbuff · mr-asyncfl"
     assert "ahead of" in tab.inner_text(".words") or "told apart" in tab.inner_text(".words")
+    # Plotly's own bar would offer to send the data to its makers.
+    buttons = tab.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert "Zoom" in buttons
+    assert not [title for title in buttons if "share" in title.lower() or "cloud" in title.lower()]
     # A click on a name in the legend hides its line.
     shown = "data.filter(t => t.mode === 'lines' && t.visible !== 'legendonly').length"
     assert drawn(tab, "accuracy", shown) == 5

@@ -45,7 +45,11 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
         updates.append((digest.label, [heat(ends - width, z, "updates", names, hovertemplate=hover)], layout))
         if (found := shares(seen.run, seen.clients)) is not None:
             z, times = found
-            scale = {"zmin": 0, "zmid": 1, "zmax": max(2.0, min(4.0, float(z.max()))), "colorscale": "RdBu"}
+            scale = {
+                "zmin": 0,
+                "zmax": 2,
+                "colorscale": "RdBu",
+            }  # 1 in the middle: plotly ignores zmid beside limits
             hover = "time %{x:.3g}<br>speed rank %{y}<br>%{z:.2f} equal shares<extra></extra>"
             share.append(
                 (digest.label, [heat(times, z, "shares", names, hovertemplate=hover, **scale)], layout)
@@ -61,7 +65,7 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
         tall=True,
         missing="" if updates else lost,
     )
-    told = "Each client's share of the model over an equal share: 1 is fair, red is more, blue is less."
+    told = "Each client's share of the model over an equal share: 1 is fair, red is more (2 and above look alike), blue is less."
     missing = "" if share else "Not recorded: run with --set measure.diagnose=true."
     return [part, Picture("shares", "Whose model it is", share, f"{told}{grouped}{seeds}", True, missing)]
 
@@ -231,14 +235,14 @@ def _halves(runs: Sequence[Run]) -> Picture:
             if trace.get("fill"):
                 continue
             trace["line"] = {**trace["line"], "dash": dash}
-            trace["name"] += f", {group}"
-            traces.append(trace)
+            trace["hovertemplate"] = f"%{{y:.1%}} ({group})"
+            traces.append(trace | {"showlegend": group == "fast"})
     layout = {
         "xaxis": {"title": {"text": "virtual time"}},
         "yaxis": {"title": {"text": "accuracy on their mix"}, "tickformat": ".0%", "hoverformat": ".1%"},
     }
     missing = "" if traces else "Not recorded: no classes, or one client."
-    note = "The faster half of the clients (line) and the slower (dots)."
+    note = "Accuracy on the data of the faster half of the clients (line) and of the slower half (dots)."
     return Picture(
         "halves",
         "Fast and slow halves over time",

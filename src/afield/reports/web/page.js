@@ -32,11 +32,13 @@
   }
 
   function draw(name) {
-    const picture = pictures[name];
-    const [, data, own] = picture.views[drawn.get(name) ?? 0];
-    const config = { responsive: true, displaylogo: false, scrollZoom: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    const [, told, own] = pictures[name].views[drawn.get(name) ?? 0];
+    const data = structuredClone(told); // plotly writes into what it is given
+    if (narrow()) for (const trace of data) delete trace.texttemplate; // cells are narrower than their numbers
+    const config = { responsive: true, displaylogo: false, scrollZoom: false, plotlyServerURL: "",
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "sendChartToCloud", "sendDataToCloud"], // nobody's data leave this page
       displayModeBar: narrow() ? true : "hover", toImageButtonOptions: { format: "svg", filename: name } };
-    return Plotly.react(document.getElementById("plot-" + name), structuredClone(data), layout(own), config);
+    return Plotly.react(document.getElementById("plot-" + name), data, layout(own), config);
   }
 
   function view(name, number, buttons) {
