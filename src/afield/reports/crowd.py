@@ -20,15 +20,18 @@ BANDS = (0, 1, 3, 10, 30, 100, 300, 1000)  # of staleness in the timeline
 BAND_COLOURS = ("#440154", "#443983", "#31688e", "#21918c", "#35b779", "#90d743", "#fde725", "#fdae25")
 
 
-def heat(x: Any, z: Floats, title: str, rows: Sequence[str], **more: Any) -> dict[str, Any]:
+def heat(x: Any, z: Floats, title: str, clients: Clients, told: str, **more: Any) -> dict[str, Any]:
+    """Rows are clients by their numbers, or groups of neighbours in speed by their rank."""
     bar = {"title": {"text": title, "side": "right"}, "thickness": 12, "outlinewidth": 0}
     trace = {"type": "heatmap", "x": packed(x), "z": matrix(z), "colorscale": SEQUENCE, "colorbar": bar}
-    return {**trace, "text": [[row] for row in rows], "customdata": list(rows), **more}
+    if _alone(clients):
+        trace["y"] = [str(part[0]) for part in clients.rows]
+    who = "client" if _alone(clients) else "speed rank of the group"
+    return {**trace, "hovertemplate": f"{told}<br>{who} %{{y}}<extra></extra>", **more}
 
 
-def row_names(clients: Clients) -> list[str]:
-    """What a row of a heat map is: a client, or so many neighbours in speed."""
-    return [f"client {part[0]}" if len(part) == 1 else f"{len(part)} clients" for part in clients.rows]
+def _alone(clients: Clients) -> bool:
+    return len(clients.rows) == clients.count
 
 
 def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
@@ -40,9 +43,8 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
         layout = _by_speed(seen.clients, "virtual time")
         z, ends = participation(seen.clients, seen.log)
         width = ends[0] / 2
-        hover = "time %{x:.3g}<br>speed rank %{y}<br>%{z:.3g} updates per client<extra></extra>"
-        names = row_names(seen.clients)
-        updates.append((digest.label, [heat(ends - width, z, "updates", names, hovertemplate=hover)], layout))
+        hover = "time %{x:.3g}: %{z:.3g} updates per client"
+        updates.append((digest.label, [heat(ends - width, z, "updates", seen.clients, hover)], layout))
         if (found := shares(seen.run, seen.clients)) is not None:
             z, times = found
             scale = {
@@ -50,10 +52,8 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
                 "zmax": 2,
                 "colorscale": "RdBu",
             }  # 1 in the middle: plotly ignores zmid beside limits
-            hover = "time %{x:.3g}<br>speed rank %{y}<br>%{z:.2f} equal shares<extra></extra>"
-            share.append(
-                (digest.label, [heat(times, z, "shares", names, hovertemplate=hover, **scale)], layout)
-            )
+            hover = "time %{x:.3g}: %{z:.2f} equal shares"
+            share.append((digest.label, [heat(times, z, "shares", seen.clients, hover, **scale)], layout))
     lost = "No run here kept its receipts."
     seeds = _first_seed(digests)
     grouped = _grouped(digests)
@@ -65,7 +65,7 @@ def heat_maps(digests: Sequence[Digest]) -> list[Picture]:
         tall=True,
         missing="" if updates else lost,
     )
-    told = "Each client's share of the model over an equal share: 1 is fair, red is more (2 and above look alike), blue is less."
+    told = "Each client's share of the model over an equal share: 1 is fair, blue is less, red more (2 and up alike)."
     missing = "" if share else "Not recorded: run with --set measure.diagnose=true."
     return [part, Picture("shares", "Whose model it is", share, f"{told}{grouped}{seeds}", True, missing)]
 
@@ -81,10 +81,8 @@ def _grouped(digests: Sequence[Digest]) -> str:
 
 
 def _by_speed(clients: Clients, x: str) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": x}},
-        "yaxis": {"title": {"text": "clients, fast to slow"}, "autorange": "reversed", "showgrid": False},
-    }
+    y = {"title": {"text": "clients, fast to slow"}, "autorange": "reversed", "showgrid": False}
+    return {"xaxis": {"title": {"text": x}}, "yaxis": y | ({"type": "category"} if _alone(clients) else {})}
 
 
 def timeline(digests: Sequence[Digest]) -> Picture:
@@ -125,7 +123,8 @@ def timeline(digests: Sequence[Digest]) -> Picture:
             "title": {"text": "client, fast to slow"},
             "range": [len(part.shown) - 0.5, -0.5],
         }
-        del layout["yaxis"]["autorange"]
+        for key in ("autorange", "type"):
+            layout["yaxis"].pop(key, None)
         layout["xaxis"]["range"] = [0, end]
         layout["legend"] = {"title": {"text": "staleness"}}
         views.append((digest.label, traces, layout))
@@ -168,10 +167,10 @@ def partition(digests: Sequence[Digest]) -> Picture:
             continue
         shown.append(labels)
         mix = np.stack([labels[part].mean(axis=0) for part in seen.clients.rows])
-        hover = "class %{x}<br>speed rank %{y}<br>%{z:.3g} examples<extra></extra>"
+        hover = "class %{x}: %{z:.3g} examples"
         layout = _by_speed(seen.clients, "class")
         layout["xaxis"]["dtick"] = 1 if mix.shape[1] <= 20 else None
-        trace = heat(np.arange(mix.shape[1]), mix, "examples", row_names(seen.clients), hovertemplate=hover)
+        trace = heat(np.arange(mix.shape[1]), mix, "examples", seen.clients, hover)
         views.append((digest.label, [trace], layout))
     if len(views) == 1:
         views = [("", views[0][1], views[0][2])]
