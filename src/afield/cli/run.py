@@ -26,7 +26,8 @@ NEXT = """[bold]Try next[/bold]
   afield run --strategy fedstale              another algorithm (all: afield list)
   afield run --set scenario.delay.spread=0.3  clients more alike in speed
   afield run --set 'seeds=\\[0,1,2]'            means and spreads over seeds
-  afield report {folder}        the page: who won, why, at whose cost"""
+  afield report {folder}
+  afield compare {folder}"""
 
 PICTURES = (".png", ".pdf", ".svg")
 
