@@ -18,8 +18,8 @@ test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 # Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
-bench: .venv/installed
-	for name in fold events table journal snapshots training peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
+bench: .venv/dev
+	for name in fold events table journal snapshots training report peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
 
 lint: .venv/dev
 	$(BIN)/ruff check .

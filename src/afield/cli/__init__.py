@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run
+from afield.cli import advise, catalogue, look, papers, run
 from afield.core.errors import InputError
 from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
@@ -43,6 +43,8 @@ def _all(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)
+app.command("report")(look.report)
+app.command("figure")(look.figure)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)

@@ -25,6 +25,7 @@ CONFIG = "config.toml"
 STORE = "store"  # snapshots and the owner's lock, while the run is unfinished (experiments/keep.py)
 EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an experiment
 ENVIRONMENT, METRICS, DIAGNOSTICS = "environment.json", "metrics.jsonl", "diagnostics.jsonl"
+CLIENTS = "clients.json"
 MODEL = "model.safetensors"
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
 ROWS = 50_000  # receipts per file
@@ -93,6 +94,11 @@ class RunFolder:
                 os.truncate(file, size)
         self._files = position["files"]
         self._rows = [] if position["rows"] is None else receipts_of(position["rows"])
+
+    def clients(self, people: Mapping[str, Any] | None) -> None:
+        """Who has which data and how slow (experiments/people.py); a run with too many clients tells nothing."""
+        if people is not None:
+            write_whole(self.path / CLIENTS, json.dumps(people) + "\n")
 
     def receipt(self, receipt: Receipt) -> None:
         if self._keeps:

@@ -86,9 +86,16 @@ class Record:
     """The rows of one run on their way into its folder."""
 
     def __init__(
-        self, settings: Config, module: nn.Module, simulator: Simulator, folder: Path, together: int
+        self,
+        settings: Config,
+        module: nn.Module,
+        simulator: Simulator,
+        folder: Path,
+        together: int,
+        people: Mapping[str, Any] | None,
     ) -> None:
         self.settings, self.module, self.simulator, self.folder = settings, module, simulator, folder
+        self.people = people
         self.tally = Tally(simulator, together)
         self.into: RunFolder | None = None
 
@@ -96,6 +103,7 @@ class Record:
         """Begin in a new folder, or go on from what the snapshot of this number holds (None: from the start)."""
         position = None if not again else START if found is None else found["folder"]
         self.into = RunFolder(self.folder, self.settings.toml(), self.settings.runtime.receipts, position)
+        self.into.clients(self.people)
         if found is not None:
             restore(self.simulator, found["simulator"])
             self.tally.restore(found["tally"])
