@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run
+from afield.cli import advise, catalogue, papers, run, track
 from afield.core.errors import InputError
 from afield.reports.load import LoadError
 
@@ -44,6 +44,7 @@ app.command("compare")(run.compare)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
+app.command("track")(track.track)
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from afield.core.errors import InputError, closest, one_of, within
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.codec import Table, assign, decode, dumps, encode, merge
+from afield.experiments.trackers import Log
 from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import AVAILABILITIES, Always
 from afield.scenarios.data import DATA, Dataset, Digits
@@ -115,6 +116,7 @@ class Config:
     measure: Measuring = Measuring(versions=10)
     stop: Stop = Stop(updates=1000)
     runtime: Runtime = Runtime()
+    log: Log = Log()
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -17,6 +17,7 @@ from torch import nn
 
 from afield.core.errors import InputError
 from afield.core.types import Receipt
+from afield.experiments.tracking import Trackers
 
 SUMMARY = "summary.json"
 ROWS = 50_000  # receipts per file
@@ -28,6 +29,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: str, receipts: bool = True) -> None:
         self.path = path
+        self._trackers = Trackers(path, config)
         new_folder(path)
         self._keeps = receipts
         if receipts:
@@ -37,6 +39,7 @@ class RunFolder:
         self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
         self._rows: list[Receipt] = []
         self._files = 0
+        self._trackers.open()
 
     def receipt(self, receipt: Receipt) -> None:
         if self._keeps:
@@ -47,6 +50,7 @@ class RunFolder:
     def metric(self, row: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()  # `compare` and a curious user may read along
+        self._trackers.row(row)
 
     def diagnosis(self, row: Mapping[str, Any]) -> None:
         """What was found of each client at a measurement: lists too long for the metrics."""
@@ -73,6 +77,7 @@ class RunFolder:
         if summary is not None:
             told = {**summary, "afield": package_version("afield")}
             (self.path / SUMMARY).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        self._trackers.close(summary)
 
     def _flush(self) -> None:
         if not self._rows and self._files:
