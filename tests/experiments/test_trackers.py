@@ -232,6 +232,20 @@ def test_an_unreachable_server_costs_no_run_and_is_told_later(
             main()
         assert ended.value.code == 0
         assert of_mlflow(place) == rows_in(place)
+        client, run = mlflow_run(place)
+        assert len(client.get_metric_history(run.info.run_id, "summary.updates")) == 1
+
+
+def test_another_store_is_another_run(ran: Path, tmp_path: Path) -> None:
+    place = tmp_path / "sweep" / "fedasync-0"
+    shutil.copytree(ran, place)
+    _, first = mlflow_run(ran)
+    with (place / "metrics.jsonl").open("a") as file:
+        file.write('{"time": 9')  # as a kill may leave it
+    assert send(place, Log(to=("mlflow",), uri=f"sqlite:///{tmp_path}/mlflow.db")) == []
+    _, second = mlflow_run(place)
+    assert second.info.run_id != first.info.run_id
+    assert of_mlflow(place) == rows_in(ran)
 
 
 def test_a_server_that_never_answers_is_not_waited_for(

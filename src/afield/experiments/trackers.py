@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import logging
-import math
 import os
 import threading
 import tomllib
@@ -20,6 +19,7 @@ from afield.core.errors import InputError, one_of, within
 STORE = "sqlite:///mlflow.db"  # where neither log.uri nor MLFLOW_TRACKING_URI says; file stores are refused by mlflow
 BATCH = 100  # parameters that mlflow takes at once
 LONGEST = 6000  # letters of a parameter that mlflow takes
+DAY = 86_400.0  # seconds
 
 # several runs may begin at once: one makes mlflow's tables, starts wandb's service
 _BEGINNING = threading.Lock()
@@ -41,7 +41,7 @@ class Log:
             one_of("to", name, TRACKERS)
             if self.to.count(name) > 1:
                 raise InputError(f"to = {list(self.to)} names {name!r} twice: name it once")
-        within("patience", self.patience, 0, math.inf)
+        within("patience", self.patience, 0, DAY)
         if not self.project:
             raise InputError("project is empty: give it a name")
         kind = "" if self.uri is None else self.uri.partition(":")[0]
@@ -75,6 +75,10 @@ class Told:
 class Tracker(Protocol):
     """Opened with what it is to know and what it remembers of an earlier opening; used by one thread."""
 
+    @staticmethod
+    def place(log: Log) -> str:
+        """Where its runs go: what it remembers of one place does not hold for another."""
+
     def __init__(self, told: Told, memory: dict[str, Any]) -> None: ...
 
     def row(self, number: int, row: Mapping[str, Any]) -> None: ...
@@ -87,6 +91,10 @@ class Csv:
     """metrics.csv in the run folder: a line per measurement, a column per number."""
 
     package = "csv"
+
+    @staticmethod
+    def place(log: Log) -> str:
+        return "folder"
 
     def __init__(self, told: Told, memory: dict[str, Any]) -> None:
         memory["rows"] = 0  # made anew whenever it is opened: it is small, and cannot be torn then
@@ -119,6 +127,10 @@ class TensorBoard:
     """Event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs below, by folder."""
 
     package = "tensorboard"
+
+    @staticmethod
+    def place(log: Log) -> str:
+        return "folder"
 
     def __init__(self, told: Told, memory: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -155,12 +167,16 @@ class Wandb:
 
     package = "wandb"
 
+    @staticmethod
+    def place(log: Log) -> str:
+        return f"{_mode(log)} {log.project}"
+
     def __init__(self, told: Told, memory: dict[str, Any]) -> None:
         import wandb
 
         with _BEGINNING:
             wandb.setup()
-        mode: Any = "offline" if told.log.offline else os.environ.get("WANDB_MODE", "online")
+        mode: Any = _mode(told.log)
         self._run: Any = wandb.init(
             project=told.log.project,
             group=told.group,
@@ -190,13 +206,17 @@ class Mlflow:
 
     package = "mlflow"
 
+    @staticmethod
+    def place(log: Log) -> str:
+        return log.uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE
+
     def __init__(self, told: Told, memory: dict[str, Any]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else a line for each table that it makes
         self._metric = Metric
-        uri = told.log.uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE
+        uri = self.place(told.log)
         self._client = MlflowClient(tracking_uri=uri)
         self._step = 0
         if "id" in memory:
@@ -248,6 +268,10 @@ class Mlflow:
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "csv": Csv}
 
 
+def _mode(log: Log) -> str:
+    return "offline" if log.offline else os.environ.get("WANDB_MODE", "online")
+
+
 def check(log: Log) -> None:
     """Raise where a tracker cannot be used at all, before a run has cost anything."""
     for name in log.to:
@@ -259,8 +283,7 @@ def check(log: Log) -> None:
                 f"log.to names {name!r}, and its package is not installed ({error}): "
                 f"pip install 'afield[{name}]', or take it out of log.to"
             ) from None
-        online = not log.offline and os.environ.get("WANDB_MODE", "online") == "online"
-        if name == "wandb" and online and found.api.api_key is None:
+        if name == "wandb" and _mode(log) == "online" and found.api.api_key is None:
             raise InputError(
                 "log.to names 'wandb', which has no key here: wandb login, or log.offline = true"
             )

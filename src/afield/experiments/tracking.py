@@ -45,7 +45,9 @@ class Trackers:
             return
         metrics = self._folder / "metrics.jsonl"
         with metrics.open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
+            rows = [
+                json.loads(line) for line in file if line.endswith("\n")
+            ]  # a killed run may end in a torn one
         memory = _Memory(self._folder / MEMORY)
         told = Told(self._folder, self._text, self._log)
         self._lines = [
@@ -80,8 +82,10 @@ class _Memory:
         if path.exists():
             self._known = json.loads(path.read_text(encoding="utf-8"))
 
-    def of(self, name: str) -> dict[str, Any]:
-        return self._known.setdefault(name, {"rows": 0})
+    def of(self, name: str, place: str) -> dict[str, Any]:
+        if self._known.get(name, {}).get("place") != place:
+            self._known[name] = {"place": place, "rows": 0, "done": False}
+        return self._known[name]
 
     def save(self) -> None:
         with self._lock:
@@ -96,7 +100,7 @@ class _Line:
     def __init__(self, name: str, told: Told, memory: _Memory) -> None:
         self.name = name
         self._told, self._memory = told, memory
-        self._known = memory.of(name)
+        self._known = memory.of(name, TRACKERS[name].place(told.log))
         self._waiting: SimpleQueue[tuple[int, Mapping[str, Any] | None]] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._work, name=f"afield {name}", daemon=True)
@@ -117,6 +121,8 @@ class _Line:
         return not self._failed
 
     def _work(self) -> None:
+        if self._known["done"]:
+            return  # it has all of this run
         try:
             tracker: Tracker = TRACKERS[self.name](self._told, self._known)
             self._memory.save()
@@ -128,6 +134,8 @@ class _Line:
                     self._known["rows"] = number + 1
                     self._memory.save()
             tracker.close(item[1])
+            self._known["done"] = item[1] is not None
+            self._memory.save()
         except Exception as error:  # whatever it is, the run matters more
             if not self._failed:
                 self._failed = True
