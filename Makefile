@@ -21,9 +21,9 @@ test-slow: .venv/dev
 bench: .venv/installed
 	for name in fold events training peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
 
-# The documentation site, in build/site; open index.html there.
+# The documentation site, in build/site: open index.html there (search needs a server: mkdocs serve).
 docs: .venv/dev
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
@@ -113,7 +114,7 @@ def _strategy(name: str) -> str:
 ## Rule
 
 ```text
-{told.rule.replace("; ", chr(10))}
+{_lines(told.rule)}
 ```
 
 `w` the global model, `model` what a client sends back, `base` what it started from, `delta = model - base`,
@@ -146,6 +147,14 @@ all weight over the whole time; 10 % each would be even. Made by running the str
 
 {f"Presets that have it: {named}." if used else ""}
 """
+
+
+def _lines(rule: str) -> str:
+    """A rule as lines, one for each of its steps, none wider than the page."""
+    steps = rule.rstrip(".").split("; ")
+    return "\n".join(
+        textwrap.fill(step, 72, subsequent_indent="    ", break_on_hyphens=False) for step in steps
+    )
 
 
 def _changed(name: str) -> str:
@@ -189,6 +198,7 @@ def _default(field: Field[Any]) -> str:
         return "left out"
     if is_dataclass(value):
         return type(value).__name__.lower()
+    value = list(value) if isinstance(value, tuple) else value
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
@@ -232,7 +242,7 @@ def _fields(cls: type) -> str:
     rows = [
         f"| `{field.name}` | `{_default(field)}` | {_cell(said.get(field.name, ''))} |"
         for field in fields(cls)
-        if field.init and field.name not in ("runs", "format")
+        if field.init and field.name not in ("runs", "format") and type(field.default) not in TABLES.values()
     ]
     return "\n".join(["| key | default | |", "|---|---|---|", *rows]) if rows else ""
 

@@ -70,11 +70,11 @@ REGISTRIES: dict[Any, Mapping[str, type]] = {
 class Scenario:
     """Who has which data, how slow, when present."""
 
-    clients: int = 50
-    data: Source = Digits()
-    partition: Partition = Dirichlet()
-    delay: Delay = Speeds()
-    availability: Availability = Always()
+    clients: int = 50  # how many
+    data: Source = Digits()  # what there is to learn
+    partition: Partition = Dirichlet()  # who has which of it
+    delay: Delay = Speeds()  # how long a task takes
+    availability: Availability = Always()  # who is present when
     scheduler: AnyScheduler = All()  # for strategies that use updates as they arrive
     rounds: AnyRounds = Cohort()  # for strategies that work in rounds
 
@@ -105,10 +105,10 @@ class Config:
     """One run."""
 
     format: int = FORMAT
-    label: str = ""
-    seed: int = 0
-    strategy: Strategy = FedBuff()
-    model: Model = Mlp()
+    label: str = ""  # what tables and pictures call it; empty: the strategy's name
+    seed: int = 0  # of all that is drawn
+    strategy: Strategy = FedBuff()  # the server's rule
+    model: Model = Mlp()  # the network
     local: Local = Local()
     training: Training = Training()
     scenario: Scenario = Scenario()
@@ -146,10 +146,10 @@ class Sweep:
 class Experiment:
     """Several runs that belong together: variants times seeds of one table, and the picture they make."""
 
-    name: str = "experiment"
-    figure: str = "accuracy"
-    target: float | None = None
-    seeds: tuple[int, ...] = (0,)
+    name: str = "experiment"  # of the folder, in runs/
+    figure: str = "accuracy"  # or "trajectories", of the data "quadratic"
+    target: float | None = None  # the accuracy whose time the table reports
+    seeds: tuple[int, ...] = (0,)  # every variant runs with each
     sweep: Sweep = Sweep()
     runs: tuple[Config, ...] = field(default=())
 

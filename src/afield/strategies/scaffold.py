@@ -33,7 +33,7 @@ class Scaffold:
         mean delta; c = mean of all c_i, zeros for those not heard.
     When: unlike clients that make many local steps, in rounds: without correction they drift apart. Twice the
         traffic.
-    Differs: nothing known.
+    Differs: nothing known. The divisor is the number of local steps that were made, whatever was asked for.
     Parameters:
         lr: the server's rate
         precision: of the clients' control variates: "float32", "bfloat16" or "int8"
