@@ -28,7 +28,6 @@ GROUPS = {
     "Updates gathered in a buffer": "buffer",
     "Synchronous rounds": "round",
 }
-EXTRA = {"fedecho": " --set scenario.data.held_out=200"}  # it needs unlabelled examples
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ def _strategy(name: str) -> str:
     cls = STRATEGIES[name]
     told = described(cls)
     found = weights.picture(name)
-    shown = f"afield run --strategy {name}{EXTRA.get(name, '')}"
     used = [preset for preset, path in presets().items() if f'"{name}"' in path.read_text(encoding="utf-8")]
     named = ", ".join(f"`{preset}`" for preset in used)
     what = "the global model" if found.of == "model" else "the newest step"
@@ -142,7 +140,7 @@ all weight over the whole time; 10 % each would be even. Made by running the str
 ## Try it
 
 ```sh
-{shown}
+afield run --strategy {name}
 ```
 
 {f"Presets that have it: {named}." if used else ""}
