@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 from pages import pages
@@ -58,11 +59,18 @@ def commands(body: str) -> Iterator[list[str]]:
             yield words
 
 
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that is known by its name: dataclasses look theirs up."""
+    made = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
 def run_blocks(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run what a page shows; the number of blocks that were run, written or read."""
     monkeypatch.chdir(folder)
     shutil.copytree(ROOT / "examples", folder / "examples")
-    names: dict[str, Any] = {"__name__": "page"}
+    page = module("page", monkeypatch)
     done = 0
     for language, title, body in BLOCK.findall(text):
         assert language in ("python", "sh", "toml", "text"), f"a block is of no known language: {body[:80]!r}"
@@ -74,7 +82,8 @@ def run_blocks(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
             if "paper" not in table:  # those are read by the command that follows
                 assert experiment(table).runs
         elif language == "python":
-            exec(compile(body, title or "page", "exec"), {"__name__": title} if title else names)
+            own = module(title, monkeypatch) if title else page  # what has a title is a file by itself
+            exec(compile(body, title or "page", "exec"), own.__dict__)
         elif language == "sh":
             for words in commands(body):
                 monkeypatch.setattr("sys.argv", small(words))
