@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, look, papers, run
+from afield.cli import advise, catalogue, look, papers, run, track
 from afield.core.errors import InputError
 from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
@@ -48,6 +48,7 @@ app.command("figure")(look.figure)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
+app.command("track")(track.track)
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

@@ -22,6 +22,7 @@ from afield.experiments.keep import Asking, Record, StoppedError, kept
 from afield.experiments.kin import Kin
 from afield.experiments.people import halves, people
 from afield.experiments.texts import More, tokenised
+from afield.experiments.trackers import check
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset
@@ -55,6 +56,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
+    check(config.log)
     dataset, model, more = load_data(config)
     parts, targets = dealt(config, dataset)
     if kin is None:
