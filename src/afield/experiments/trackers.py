@@ -9,7 +9,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -224,7 +224,9 @@ class Mlflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         # a server may hang, and nobody shall wait for that with the lock; it has its tables already
-        with nullcontext() if uri.startswith(("http", "databricks")) else _BEGINNING:
+        server = uri.startswith(("http", "databricks"))
+        guard: AbstractContextManager[Any] = nullcontext() if server else _BEGINNING
+        with guard:
             number = self._experiment(told.log.project)
         self._id = self._client.create_run(number, run_name=told.name).info.run_id
         memory["id"] = self._id
