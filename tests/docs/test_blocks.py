@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import signal
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +62,13 @@ def commands(body: str) -> Iterator[list[str]]:
             yield words
 
 
+def press(folder: Path) -> None:
+    """Ctrl-C, once a run in this folder has begun."""
+    while not list(folder.glob("*/metrics.jsonl")):
+        time.sleep(0.001)
+    signal.raise_signal(signal.SIGINT)
+
+
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module that is known by its name: dataclasses look theirs up."""
     made = ModuleType(name)
@@ -87,9 +97,12 @@ def run_blocks(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         elif language == "sh":
             for words in commands(body):
                 monkeypatch.setattr("sys.argv", small(words))
+                stopped = "press Ctrl-C" in body
+                if stopped:
+                    threading.Thread(target=press, args=(Path(words[-1]),), daemon=True).start()
                 with pytest.raises(SystemExit) as ended:
                     main()
-                assert ended.value.code == 0, words
+                assert ended.value.code == (130 if stopped else 0), words
     return done
 
 
@@ -105,7 +118,8 @@ def test_a_page(
         assert shown
         return
     assert run_blocks(text, tmp_path, monkeypatch) == shown
-    assert capsys.readouterr().err == ""
+    said = capsys.readouterr().err
+    assert ("stopped, all is saved" in said) if "press Ctrl-C" in text else (said == "")
 
 
 @pytest.mark.slow

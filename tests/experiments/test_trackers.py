@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stopping import in_pieces
 from tiny import rows_of, tiny
 
 from afield.cli import main
@@ -207,6 +208,17 @@ def test_a_run_that_goes_on_tells_nothing_twice(ran: Path, tmp_path: Path) -> No
         assert read(place) == expected, name
     client, run = mlflow_run(place)
     assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_a_run_that_is_stopped_and_resumed_is_one_run_everywhere(ran: Path, tmp_path: Path) -> None:
+    place = tmp_path / "sweep" / "fedasync-0"
+    _, stops = in_pieces(tiny(log=settings(place)), place, 7)
+    assert stops >= 2
+    for name, read in READERS.items():
+        assert read(place) == [pytest.approx(row, rel=1e-6) for row in rows_in(place)], name
+    client, run = mlflow_run(place)
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+    assert [{**row, "wall": 0} for row in rows_in(place)] == [{**row, "wall": 0} for row in rows_in(ran)]
 
 
 def test_an_unreachable_server_costs_no_run_and_is_told_later(
