@@ -49,18 +49,19 @@ def test_the_second_is_told_the_process_and_host_of_the_first_and_takes_over_whe
 
 
 def test_a_child_does_not_keep_the_folder_of_a_parent_that_is_gone(tmp_path: Path) -> None:
-    owner = Owner(tmp_path)
-    with owner:
-        reading, writing = os.pipe()
+    reading, writing = os.pipe()
+    with Owner(tmp_path):
         pid = os.fork()
         if pid == 0:
-            os.close(writing)
-            os.read(reading, 1)  # until the parent closes its end
-            os._exit(0)
+            os.write(writing, b"here")
+            signal.pause()
+            os._exit(1)
+        assert os.read(reading, 4) == b"here"
     try:
         with Owner(tmp_path):  # the child lives, and has inherited what was open
             assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
-        os.close(writing)
-        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
