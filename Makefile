@@ -19,7 +19,7 @@ test-slow: .venv/dev
 
 # Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
 bench: .venv/installed
-	for name in fold events table journal training peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
+	for name in fold events table journal training peers service; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
 
 lint: .venv/dev
 	$(BIN)/ruff check .
