@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, look, papers, run, track
+from afield.cli import advise, catalogue, look, papers, run, serve, track
 from afield.core.errors import InputError
 from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
@@ -49,6 +49,12 @@ app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
 app.command("track")(track.track)
+app.command("serve")(serve.serve)
+app.command("join")(serve.join)
+app.command("status")(serve.status)
+app.command("promote")(serve.promote)
+app.command("rollback")(serve.rollback)
+app.add_typer(serve.tokens, name="token")
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 

@@ -140,6 +140,8 @@ def compare(
 def _check(chosen: Experiment, folder: Path) -> list[Path]:
     """Where each run goes. Bad input ends here, before a folder is made or the first run has used up its time."""
     check_new(folder)
+    if any(config.runtime.name == "service" for config in chosen.runs):
+        raise InputError("runtime.name = 'service' is served: afield serve CONFIG; or set it to 'simulator'")
     if chosen.figure == "trajectories" and not isinstance(chosen.runs[0].scenario.data, Quadratic):
         raise InputError("figure = 'trajectories' draws the data 'quadratic' only: use figure = 'accuracy'")
     if len(chosen.runs) == 1:

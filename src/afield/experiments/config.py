@@ -112,7 +112,7 @@ class Runtime:
     snapshots: Saving = Saving()
 
     def __post_init__(self) -> None:
-        one_of("name", self.name, ("simulator",))
+        one_of("name", self.name, ("simulator", "service"))
         one_of("table", self.table, KINDS)
         for name in ("threads", "block"):
             if getattr(self, name) is not None:
@@ -329,6 +329,14 @@ def load_class(name: str) -> type:
         _LOADED[key] = found
         _NAMES[found] = name
     return _LOADED[key]
+
+
+def load_module(name: str) -> type:
+    """A network's class from a file of the user's: FILE.py:CLASS. This runs the file, too."""
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise InputError(f"--model {name} is not FILE.py:CLASS of a file that is there")
+    return _imported(Path(path), attribute)
 
 
 def _imported(file: Path, attribute: str) -> type:

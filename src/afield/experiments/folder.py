@@ -151,19 +151,24 @@ class RunFolder:
     def _flush(self) -> None:
         if not self._rows and self._files:
             return
-        import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
-        from pyarrow import parquet
-
-        found = {}
-        for column in fields(Receipt):
-            kind = getattr(pa, _KINDS[str(column.type)])()
-            found[column.name] = pa.array([getattr(row, column.name) for row in self._rows], kind)
         file = self.path / "receipts" / f"{self._files:05d}.parquet"
         with named(file, "write"):
-            parquet.write_table(pa.table(found), file)
+            write_receipts(self._rows, file)
             _synced(file)
         self._files += 1
         self._rows.clear()
+
+
+def write_receipts(rows: Sequence[Receipt], path: Path) -> None:
+    """One file of the log."""
+    import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
+    from pyarrow import parquet
+
+    found = {}
+    for column in fields(Receipt):
+        kind = getattr(pa, _KINDS[str(column.type)])()
+        found[column.name] = pa.array([getattr(row, column.name) for row in rows], kind)
+    parquet.write_table(pa.table(found), path)
 
 
 def columns(rows: Sequence[Receipt]) -> dict[str, Any]:
