@@ -195,14 +195,19 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
 
     `again`: those that are there go on from the store's newest snapshot, or from their start where there is none.
     """
-    _check_unfinished(records, again)
+    places = list(dict.fromkeys([*(record.folder / STORE for record in records), store]))
+    done = again and all(finished(record.folder) for record in records)
+    if done and not any(place.exists() for place in places):
+        raise _nothing(records)
     with ExitStack() as stack:
         for record in records:
             if not again:
                 new_folder(record.folder)
-        for place in dict.fromkeys([*(record.folder / STORE for record in records), store]):
+        for place in places:
             stack.enter_context(Owner(place))
-        _check_unfinished(records, again)  # now that no other process can change it
+        if again and all(finished(record.folder) for record in records):
+            _remove(places)  # it was killed after its last word
+            raise _nothing(records)
         keeping = Kept(records, store, records[0].settings.runtime.snapshots)
         found, generation = keeping.newest() if again else (None, 0)
         for record in records:
@@ -213,14 +218,16 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
         keeping.versions = keeping._versions()
         keeping.empty = found is None
         yield keeping
-        for place in (record.folder / STORE for record in records):
-            shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(store, ignore_errors=True)
+        _remove(places)
 
 
-def _check_unfinished(records: Sequence[Record], again: bool) -> None:
-    if again and all(finished(record.folder) for record in records):
-        raise InputError(f"{records[0].folder} is finished: there is nothing to resume")
+def _remove(places: Sequence[Path]) -> None:
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _nothing(records: Sequence[Record]) -> InputError:
+    return InputError(f"{records[0].folder} is finished: there is nothing to resume")
 
 
 def finished(folder: Path) -> bool:
