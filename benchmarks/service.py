@@ -288,9 +288,11 @@ def run(
     if bare_too:
         command = [sys.executable, __file__, "--bare", str(width * 4), str(folder / "bare")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            port = int(process.stdout.readline())
-            log = loaded(port, "none", clients, bytes(width * 4), seconds, most, True)
-            process.kill()
+            try:
+                port = int(process.stdout.readline())
+                log = loaded(port, "none", clients, bytes(width * 4), seconds, most, True)
+            finally:
+                process.kill()
         found["bare"] = shown("bare handler", log, width * 4)
         (folder / "bare").unlink()
     (folder / "net.py").write_text(NET.format(width=width))

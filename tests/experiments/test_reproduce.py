@@ -21,7 +21,8 @@ from afield.experiments.paper import load_preset, preset
 from afield.experiments.reproduce import reproduce
 from afield.experiments.tune import tune
 from afield.reports.load import load
-from afield.reports.tables import Spread, compare
+from afield.reports.noise import Spread
+from afield.reports.tables import compare
 from afield.training.models import MODELS, Mlp
 
 

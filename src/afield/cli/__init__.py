@@ -10,7 +10,7 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run, serve, watch
+from afield.cli import advise, catalogue, look, papers, run, serve, track, watch
 from afield.core.errors import InputError
 from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
@@ -43,9 +43,12 @@ def _all(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)
+app.command("report")(look.report)
+app.command("figure")(look.figure)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
+app.command("track")(track.track)
 app.command("serve")(serve.serve)
 app.command("join")(serve.join)
 app.command("status")(serve.status)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.markup import escape
 
+from afield.cli.look import check_target
 from afield.cli.progress import Progress
 from afield.cli.screen import screen
 from afield.core.errors import InputError
@@ -21,13 +22,14 @@ from afield.experiments.plan import read_plan, write_plan
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
 from afield.experiments.sweep import prepare_all, run_together
-from afield.reports import load, tables
+from afield.reports import columns, load, tables
 from afield.scenarios.data import Quadratic
 
 NEXT = """[bold]Try next[/bold]
   afield run --strategy fedstale              another algorithm (all: afield list)
   afield run --set scenario.delay.spread=0.3  clients more alike in speed
   afield run --set 'seeds=\\[0,1,2]'            means and spreads over seeds
+  afield report {folder}
   afield compare {folder}"""
 
 NUMBERS = "compare.csv"
@@ -85,7 +87,7 @@ def _show(chosen: Experiment, folder: Path, places: list[Path]) -> None:
     console = screen()
     runs = load.find(places)
     comparison = tables.compare(runs, chosen.target)
-    console.print(tables.to_rich(comparison, console.width))
+    console.print(columns.to_rich(comparison, console.width))
     numbers, picture = folder / NUMBERS, folder / f"{chosen.figure}.png"
     tables.to_csv(comparison, numbers)
     _draw(chosen, runs, picture)
@@ -97,6 +99,9 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders.")],
     target: Annotated[float | None, typer.Option(help="Accuracy whose time is reported.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the numbers here.")] = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Print a LaTeX table (booktabs) and nothing else.")
+    ] = False,
     png: Annotated[Path | None, typer.Option(help="Write the picture here (.png, .pdf, .svg).")] = None,
     diagnose: Annotated[
         Path | None, typer.Option(help="Write the picture of diagnosed runs here: why steps err.")
@@ -105,16 +110,21 @@ def compare(
         Literal["time", "updates", "versions", "wall"], typer.Option(help="The picture's axis.")
     ] = "time",
 ) -> None:
-    """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target."""
-    if target is not None and not 0 < target <= 1:
-        raise InputError(f"--target {target} is outside (0, 1]: give a share, such as 0.85")
+    """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target.
+
+    The best is marked *, what the noise over seeds cannot tell from it ~.
+    """
+    check_target(target)
     for option, picture in (("--png", png), ("--diagnose", diagnose)):
         if picture is not None and picture.suffix not in PICTURES:
             raise InputError(f"{option} {picture} is no kind of picture: let it end in {', '.join(PICTURES)}")
     found = load.find(runs)
     comparison = tables.compare(found, target)
-    console = screen()
-    console.print(tables.to_rich(comparison, console.width))
+    if latex:
+        typer.echo(columns.to_latex(comparison), nl=False)
+    else:
+        console = screen()
+        console.print(columns.to_rich(comparison, console.width))
     if csv is not None:
         tables.to_csv(comparison, csv)
     if png is not None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from afield.core.errors import InputError
 from afield.core.types import Receipt
+from afield.experiments.tracking import Trackers
 from afield.store.files import named
 
 SUMMARY = "summary.json"
@@ -25,6 +26,7 @@ CONFIG = "config.toml"
 STORE = "store"  # snapshots and the owner's lock, while the run is unfinished (experiments/keep.py)
 EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an experiment
 ENVIRONMENT, METRICS, DIAGNOSTICS = "environment.json", "metrics.jsonl", "diagnostics.jsonl"
+CLIENTS = "clients.json"
 MODEL = "model.safetensors"
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
 ROWS = 50_000  # receipts per file
@@ -43,6 +45,7 @@ class RunFolder:
         self, path: Path, config: str, receipts: bool = True, again: Mapping[str, Any] | None = None
     ) -> None:
         self.path = path
+        self._trackers = Trackers(path, config)  # before anything is made: what it asks for may be missing
         self._keeps = receipts
         self._rows: list[Receipt] = []
         self._files = 0
@@ -61,6 +64,7 @@ class RunFolder:
             if receipts:
                 (path / "receipts").mkdir(exist_ok=True)
             self._metrics = (path / METRICS).open("a", encoding="utf-8")
+        self._trackers.open()
 
     def position(self) -> dict[str, Any]:
         """How far the files are, all of it on the disk; what is not in a file yet is told whole."""
@@ -94,6 +98,11 @@ class RunFolder:
         self._files = position["files"]
         self._rows = [] if position["rows"] is None else receipts_of(position["rows"])
 
+    def clients(self, people: Mapping[str, Any] | None) -> None:
+        """Who has which data and how slow (experiments/people.py); a run with too many clients tells nothing."""
+        if people is not None:
+            write_whole(self.path / CLIENTS, json.dumps(people) + "\n")
+
     def receipt(self, receipt: Receipt) -> None:
         if self._keeps:
             self._rows.append(receipt)
@@ -104,6 +113,7 @@ class RunFolder:
         with named(self.path / METRICS, "write"):
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()  # `compare` and a curious user may read along
+        self._trackers.row(row)
 
     def diagnosis(self, row: Mapping[str, Any]) -> None:
         """What was found of each client at a measurement: lists too long for the metrics."""
@@ -136,6 +146,7 @@ class RunFolder:
         if summary is not None:
             told = {**summary, "afield": package_version("afield")}
             write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
+        self._trackers.close(summary)
 
     def _flush(self) -> None:
         if not self._rows and self._files:

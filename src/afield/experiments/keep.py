@@ -86,9 +86,16 @@ class Record:
     """The rows of one run on their way into its folder."""
 
     def __init__(
-        self, settings: Config, module: nn.Module, simulator: Simulator, folder: Path, together: int
+        self,
+        settings: Config,
+        module: nn.Module,
+        simulator: Simulator,
+        folder: Path,
+        together: int,
+        people: Mapping[str, Any] | None,
     ) -> None:
         self.settings, self.module, self.simulator, self.folder = settings, module, simulator, folder
+        self.people = people
         self.tally = Tally(simulator, together)
         self.into: RunFolder | None = None
 
@@ -96,6 +103,7 @@ class Record:
         """Begin in a new folder, or go on from what the snapshot of this number holds (None: from the start)."""
         position = None if not again else START if found is None else found["folder"]
         self.into = RunFolder(self.folder, self.settings.toml(), self.settings.runtime.receipts, position)
+        self.into.clients(self.people)
         if found is not None:
             restore(self.simulator, found["simulator"])
             self.tally.restore(found["tally"])
@@ -187,14 +195,19 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
 
     `again`: those that are there go on from the store's newest snapshot, or from their start where there is none.
     """
-    _check_unfinished(records, again)
+    places = list(dict.fromkeys([*(record.folder / STORE for record in records), store]))
+    done = again and all(finished(record.folder) for record in records)
+    if done and not any(place.exists() for place in places):
+        raise _nothing(records)
     with ExitStack() as stack:
         for record in records:
             if not again:
                 new_folder(record.folder)
-        for place in dict.fromkeys([*(record.folder / STORE for record in records), store]):
+        for place in places:
             stack.enter_context(Owner(place))
-        _check_unfinished(records, again)  # now that no other process can change it
+        if again and all(finished(record.folder) for record in records):
+            _remove(places)  # it was killed after its last word
+            raise _nothing(records)
         keeping = Kept(records, store, records[0].settings.runtime.snapshots)
         found, generation = keeping.newest() if again else (None, 0)
         for record in records:
@@ -205,14 +218,16 @@ def kept(records: Sequence[Record], store: Path, again: bool) -> Generator[Kept]
         keeping.versions = keeping._versions()
         keeping.empty = found is None
         yield keeping
-        for place in (record.folder / STORE for record in records):
-            shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(store, ignore_errors=True)
+        _remove(places)
 
 
-def _check_unfinished(records: Sequence[Record], again: bool) -> None:
-    if again and all(finished(record.folder) for record in records):
-        raise InputError(f"{records[0].folder} is finished: there is nothing to resume")
+def _remove(places: Sequence[Path]) -> None:
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _nothing(records: Sequence[Record]) -> InputError:
+    return InputError(f"{records[0].folder} is finished: there is nothing to resume")
 
 
 def finished(folder: Path) -> bool:

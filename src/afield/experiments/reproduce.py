@@ -194,7 +194,7 @@ def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], fold
 
 def _difference(wanted: Config, stored: Config) -> str:
     """The first key in which a stored run differs, other than by what its machine decides."""
-    wanted = replace(wanted, runtime=stored.runtime)
+    wanted = replace(wanted, runtime=stored.runtime, log=stored.log)
     if wanted.training.method == "auto":
         wanted = replace(wanted, training=wanted.training.by(stored.training.method))
     ours, theirs = _flat(wanted.table()), _flat(stored.table())

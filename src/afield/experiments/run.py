@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.places import choose
-from afield.core.types import Receipt, Scene
+from afield.core.types import Receipt
 from afield.experiments.config import Config, Source
 from afield.experiments.costs import Timed
 from afield.experiments.folder import STORE
 from afield.experiments.keep import Asking, Record, StoppedError, kept
 from afield.experiments.kin import Kin
+from afield.experiments.people import halves, people
 from afield.experiments.texts import More, tokenised
+from afield.experiments.trackers import check
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset
@@ -31,8 +33,6 @@ from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import Model, build
 
-PROBES = 8  # tasks per client whose mean duration says who is fast
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -41,9 +41,10 @@ class Prepared:
     config: Config
     module: nn.Module
     simulator: Simulator
+    people: dict[str, Any] | None = None  # what clients.json says
 
     def record(self, folder: Path, together: int = 1) -> Record:
-        return Record(self.config, self.module, self.simulator, folder, together)
+        return Record(self.config, self.module, self.simulator, folder, together, self.people)
 
 
 def prepare(config: Config, kin: Kin | None = None) -> Prepared:
@@ -55,6 +56,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
+    check(config.log)
     dataset, model, more = load_data(config)
     parts, targets = dealt(config, dataset)
     if kin is None:
@@ -65,7 +67,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
-    groups = _groups(config, dataset, data)
+    groups = halves(config, dataset, data)
     # by what "auto" stands for, as the config of a run that is taken up names it
     training = config.training
     if training.method == "auto":
@@ -126,7 +128,8 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         training=config.training.by(method),
         runtime=replace(config.runtime, threads=count, block=block, table=table),
     )
-    return Prepared(config, module, simulator)
+    told = people(config, dataset, data, relabelled=targets is not dataset.targets)
+    return Prepared(config, module, simulator, told)
 
 
 def run(
@@ -184,24 +187,3 @@ def dealt(config: Config, dataset: Dataset) -> tuple[list[Tensor], Tensor]:
             f"partition {name} changes labels, and these texts have none: choose iid or dirichlet"
         )
     return parts, dataset.targets
-
-
-def _groups(config: Config, dataset: Dataset, data: ClientData) -> dict[str, Tensor] | None:
-    """The label mix of the faster and of the slower half of the clients."""
-    if dataset.loss != "cross-entropy" or len(data.parts) < 2:
-        return None
-    work = [config.local.work(client, size) for client, size in enumerate(data.sizes)]
-    duration = config.scenario.delay.bind(Scene(config.seed, data.sizes, work))
-    means = [sum(duration(client, count) for count in range(PROBES)) for client in range(len(data.parts))]
-    order = sorted(range(len(means)), key=lambda client: means[client])
-    half = len(order) // 2
-    return {
-        "fast": _mix(data, order[:half], dataset.classes),
-        "slow": _mix(data, order[half:], dataset.classes),
-    }
-
-
-def _mix(data: ClientData, clients: list[int], classes: int) -> Tensor:
-    labels = torch.cat([data.targets[data.parts[client]] for client in clients])
-    counts = torch.bincount(labels, minlength=classes)
-    return counts / counts.sum()

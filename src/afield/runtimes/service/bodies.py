@@ -13,14 +13,15 @@ from afield.runtimes.service.refusals import Refusal
 
 SLOWEST = 64 * 1024  # bytes per second, after
 GRACE = 20.0  # seconds
+PATIENCE = 5.0  # seconds that who finds no room waits
 
 
 class Room:
     """Bytes that updates may take from their first byte to their receipt; who finds none waits a while, in order."""
 
-    def __init__(self, bytes: int, patience: float = 5.0, most: int = 4096) -> None:
+    def __init__(self, bytes: int, most: int = 4096) -> None:
         self.bytes, self.free = bytes, bytes
-        self.patience, self.most = patience, most
+        self.most = most
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
@@ -41,11 +42,11 @@ class Room:
 
     async def _wait(self, size: int) -> None:
         if len(self._queue) >= self.most:
-            raise Refusal("busy", after=self.patience)
+            raise Refusal("busy", after=PATIENCE)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((size, turn))
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(PATIENCE):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
@@ -54,7 +55,7 @@ class Room:
                 turn.cancel()
             self._admit()
             if isinstance(error, TimeoutError):
-                raise Refusal("busy", after=1.0 + self.patience * len(self._queue) / self.most) from None
+                raise Refusal("busy", after=1.0 + PATIENCE * len(self._queue) / self.most) from None
             raise
 
     def _admit(self) -> None:

@@ -145,13 +145,18 @@ class Http2(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            events = self.h2.receive_data(data)
+            for start in range(
+                0, len(data), HEAD_BYTES
+            ):  # so that the size of a head is seen before it is decoded
+                for event in self.h2.receive_data(data[start : start + HEAD_BYTES]):
+                    self._event(event)
+                parts = getattr(self.h2.incoming_buffer, "_headers_buffer", ())
+                if sum(len(part.data) for part in parts) > HEAD_BYTES:
+                    raise h2.exceptions.DenialOfServiceError("a head of more than the bound")
         except h2.exceptions.ProtocolError:
             self.flush()
             self.transport.close()
             return
-        for event in events:
-            self._event(event)
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:

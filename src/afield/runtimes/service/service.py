@@ -189,10 +189,12 @@ class Service:
     def _told(self, batch: Batch) -> None:
         before = self.desk.version
         self.metrics.folds.observe(batch.seconds)
+        fresh: set[int] = set()  # an update may come twice in one batch, too
         for receipt in batch.receipts:
             if receipt.refused:
                 self.totals.refuse(receipt.refused)
-            elif receipt.number not in self.desk.receipts:
+            elif receipt.number not in fresh and receipt.number not in self.desk.receipts:
+                fresh.add(receipt.number)
                 self.totals.add(receipt)
                 self._shared(receipt)
                 self.metrics.updates.inc()
