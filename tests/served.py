@@ -67,6 +67,7 @@ def live(
     privacy: Privacy | None = None,
     listen: Listen = Listen(port=0),
     own: str | None = None,
+    test: Path | None = None,
 ) -> Iterator[Live]:
     """Serve until the end of the `with`, which is as SIGTERM."""
     keys = folder.with_name(folder.name + ".keys")
@@ -77,7 +78,15 @@ def live(
     def run() -> None:
         try:
             with opened(
-                chosen, folder, keys, name="test", terms=terms, keeping=keeping, privacy=privacy, own=own
+                chosen,
+                folder,
+                keys,
+                name="test",
+                terms=terms,
+                keeping=keeping,
+                privacy=privacy,
+                own=own,
+                test=test,
             ) as parts:
                 path, _ = first_token(keys)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +89,30 @@ def test_compare_toml_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {run.label for run in found} == {"fedasync", "fedbuff 5", "fedbuff 10", "fedavg"}
     assert len(found) == 8
     assert all(run.finished for run in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl, which makes the certificates")
+def test_the_service_with_a_slow_client_and_one_that_is_killed(tmp_path: Path) -> None:
+    """Real processes and TLS; what each did is read from the run's own folder."""
+    pytest.importorskip("starlette")
+    command = [sys.executable, str(EXAMPLES / "service" / "run.py"), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, "--updates", "40"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    *told, last = done.stdout.splitlines()
+    found = json.loads(last)
+    usual, slow, killed = found["updates"]
+    assert killed == 2 and usual > slow > 1 and usual + slow + killed >= 40
+    assert found["expired"] == [found["lost"]]  # just the task that it died over
+    assert 3.0 <= found["after"] < 30
+    assert found["accuracy"] > 0.85 and any(line.startswith("promoted: version ") for line in told)
+    assert (found["server"], found["alive"]) == (0, [False] * 4)
+    (run,) = load.find([tmp_path / "out" / "run"])
+    assert run.series("accuracy")[-1]["accuracy"] > 0.85
+    assert not list((tmp_path / "out" / "run").rglob("*.token"))
 
 
 def test_the_commands_of_the_readme(

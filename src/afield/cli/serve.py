@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -35,6 +36,9 @@ def serve(
     strategy: Annotated[str | None, typer.Option(help="NAME, where the config has several.")] = None,
     model: Annotated[
         str | None, typer.Option(help="A network of your own, FILE.py:CLASS; it is run.")
+    ] = None,
+    test: Annotated[
+        Path | None, typer.Option(help="With --model: measure on inputs.npy and targets.npy of this folder.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
@@ -84,7 +88,15 @@ def serve(
     privacy = None if clip is None else Privacy(clip, noise, delta)
     safe = keys if keys is not None else keys_of(out)
     with opened(
-        chosen, out, safe, name=name, terms=terms, keeping=Keeping(fsync, keep), privacy=privacy, own=model
+        chosen,
+        out,
+        safe,
+        name=name,
+        terms=terms,
+        keeping=Keeping(fsync, keep),
+        privacy=privacy,
+        own=model,
+        test=test,
     ) as parts:
         path, new = first_token(safe)
         why = listen_and_serve(parts, listen, lambda url, _: _greet(url, path, new))
@@ -143,6 +155,9 @@ def join(
     ca: Ca = None,
     cert: Annotated[Path | None, typer.Option(help="Your certificate (mutual TLS).")] = None,
     key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="A folder for what clients remember between tasks, where they must.")
+    ] = None,
     patience: Annotated[
         float | None, typer.Option(help="Give up after so many seconds without a reply.")
     ] = None,
@@ -164,6 +179,7 @@ def join(
         "transport": transport,
         "zstd": zstd,
         "patience": patience,
+        "keep": keep,
     }
     numbers: list[int | None] = [client] if clients is None else list(_numbers(clients))
     sessions = [Client(url, client=number, **options) for number in numbers]
@@ -332,14 +348,23 @@ def _numbers(text: str) -> range:
 
 
 def logs(level: int) -> None:
-    """Structured: one line per event, its time, its place, its text."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format='{"when":"%(asctime)s.%(msecs)03dZ","level":"%(levelname)s","where":"%(name)s","what":"%(message)s"}',
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        force=True,
-    )
-    logging.Formatter.converter = time.gmtime
+    """Structured: one line of JSON per event, its time, its place, its text."""
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(_Lines())
+    logging.basicConfig(level=level, handlers=[lines], force=True)
     for noisy in ("httpx", "httpcore", "uvicorn.error", "hpack", "h2"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        told = {
+            "when": f"{when}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "where": record.name,
+            "what": record.getMessage(),
+        }
+        if record.exc_info:
+            told["trace"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False, separators=(",", ":"))

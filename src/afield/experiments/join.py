@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from afield.core.errors import InputError
 from afield.core.types import LocalResult, Receipt, Task
 from afield.experiments.config import Config, config
+from afield.experiments.own import own_data, own_module
 from afield.experiments.run import dealt, load_data
-from afield.experiments.serve import own_module
 from afield.runtimes.service.client import Client, RemoteTask
 from afield.scenarios.data import ClientData
 from afield.training.local import LoopTrainer
@@ -39,26 +37,6 @@ def by_own(table: Mapping[str, Any], model: str, folder: Path) -> Train:
     inputs, targets = own_data(folder)
     trainer = LoopTrainer(own_module(model, chosen.seed), _Same(inputs, targets), chosen.local, chosen.seed)
     return _by(trainer)
-
-
-def own_data(folder: Path) -> tuple[Tensor, Tensor]:
-    """inputs.npy and targets.npy: arrays of equal length; integers as targets are classes."""
-    import numpy as np
-
-    found = []
-    for name in ("inputs.npy", "targets.npy"):
-        try:
-            found.append(torch.from_numpy(np.load(folder / name, allow_pickle=False)))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{folder / name} cannot be read ({error}): save an array there with numpy.save"
-            ) from error
-    inputs, targets = found
-    if len(inputs) != len(targets) or not len(inputs):
-        raise InputError(
-            f"{folder} has {len(inputs)} inputs and {len(targets)} targets: give as many, and some"
-        )
-    return inputs.float(), targets.long() if not targets.is_floating_point() else targets
 
 
 class _Same:

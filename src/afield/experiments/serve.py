@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from afield.core.errors import InputError
 from afield.core.flat import Layout
-from afield.core.keys import Stream, mix
 from afield.core.server import Server
 from afield.core.types import Receipt, Scene
-from afield.experiments.config import Config, config, load_module, read
+from afield.experiments.config import Config, config, read
 from afield.experiments.folder import check_new, environment, write_receipts
+from afield.experiments.own import own_evaluator, own_module
 from afield.experiments.run import prepare
 from afield.runtimes.service.plans import plan_for
 from afield.runtimes.service.privacy import Privacy, Private, secret
@@ -54,15 +51,18 @@ def opened(
     keeping: Keeping = Keeping(),
     privacy: Privacy | None = None,
     own: str | None = None,
+    test: Path | None = None,
 ) -> Iterator[Parts]:
     """The parts of a service over its folder; at the end a snapshot is written and the folder is let go."""
     if chosen.server.reply != "after":
         raise InputError(
             'server.reply = "before" is of simulations: a live client asks after its receipt; set "after"'
         )
-    log = LiveFolder(folder, chosen, own)
+    if test is not None and own is None:
+        raise InputError("--test goes with --model: the experiment's own data has a test set")
+    log = LiveFolder(folder, chosen, own, privacy)
     try:
-        server, layout, scene, evaluator = _server(log.config, own)
+        server, layout, scene, evaluator = _server(log.config, own, test)
         about = {"model": own or repr(log.config.model)}
         door = Durable(server, log.store, table=log.config.runtime.table, about=about, **vars(keeping))
         with door:
@@ -103,7 +103,7 @@ def opened(
         log.close()
 
 
-def _server(chosen: Config, own: str | None) -> tuple[Server, Layout, Scene, Any]:
+def _server(chosen: Config, own: str | None, test: Path | None = None) -> tuple[Server, Layout, Scene, Any]:
     """The server as on its first day, and what measures it."""
     if own is None:
         prepared = prepare(chosen)
@@ -127,25 +127,7 @@ def _server(chosen: Config, own: str | None) -> tuple[Server, Layout, Scene, Any
         seed=chosen.seed,
         max_staleness=chosen.server.max_staleness,
     )
-    return server, layout, scene, None
-
-
-def own_module(name: str, seed: int) -> nn.Module:
-    """A network of the user's: FILE.py:CLASS, made without arguments. This runs the file: name what you trust."""
-    kind = load_module(name)
-    state = torch.default_generator.get_state()
-    try:
-        torch.default_generator.manual_seed(mix(seed, Stream.MODEL) >> 1)
-        module = kind()
-    except Exception as error:
-        raise InputError(
-            f"{name} cannot be made: {type(error).__name__}: {error}; it takes no arguments"
-        ) from error
-    finally:
-        torch.default_generator.set_state(state)
-    if not isinstance(module, nn.Module):
-        raise InputError(f"{name} is not a torch.nn.Module: give FILE.py:CLASS of one")
-    return module
+    return server, layout, scene, None if test is None else own_evaluator(module, test)
 
 
 def first_token(keys: Path) -> tuple[Path, bool]:
@@ -162,12 +144,12 @@ def first_token(keys: Path) -> tuple[Path, bool]:
 class LiveFolder:
     """A run folder that is written to by one process after the other: the same files as a simulation's."""
 
-    def __init__(self, path: Path, chosen: Config, own: str | None) -> None:
+    def __init__(self, path: Path, chosen: Config, own: str | None, privacy: Privacy | None) -> None:
         self.path, self.store = path, path / "store"
         self._book = path / "service.json"
         wanted = replace(chosen, runtime=replace(chosen.runtime, name="service"))
         if self._book.exists():
-            self._continue(wanted, own)
+            self._continue(wanted, own, privacy)
         else:
             check_new(path)
             (path / "receipts").mkdir(parents=True)
@@ -177,7 +159,8 @@ class LiveFolder:
                 json.dumps(environment(), indent=2) + "\n", encoding="utf-8"
             )
             # last: its presence says that the rest is there
-            self._book.write_text(json.dumps({"founded": self.founded, "own": own}) + "\n", encoding="utf-8")
+            told = {"founded": self.founded, "own": own, "privacy": privacy and asdict(privacy)}
+            self._book.write_text(json.dumps(told) + "\n", encoding="utf-8")
         self.measured = _measured(path / "metrics.jsonl")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
@@ -185,12 +168,15 @@ class LiveFolder:
         self._writing: list[Future[None]] = []
         self._files = len(list((path / "receipts").glob("*.parquet")))
 
-    def _continue(self, wanted: Config, own: str | None) -> None:
+    def _continue(self, wanted: Config, own: str | None, privacy: Privacy | None) -> None:
         told = json.loads(self._book.read_text(encoding="utf-8"))
         self.founded = told["founded"]
         self.config = config(read(self.path / "config.toml"))
         if told["own"] != own:
             raise InputError(f"{self.path} was begun with --model {told['own']}, not {own}: give the same")
+        if told.get("privacy") != (privacy and asdict(privacy)):
+            # without this, steps of before would be counted with a noise that they did not have
+            raise InputError(f"{self.path} was begun with {_terms(told.get('privacy'))}: give the same")
         before, now = self.config.table(), wanted.table()
         for key in before:
             if before[key] != now.get(key) and key not in ("stop", "measure", "runtime", "label"):
@@ -245,6 +231,12 @@ class LiveFolder:
         self._metrics.close()
         for done in self._writing:
             done.result()  # a full disk is told, here
+
+
+def _terms(privacy: Mapping[str, float] | None) -> str:
+    if privacy is None:
+        return "no differential privacy (no --clip)"
+    return " ".join(f"--{name} {value:g}" for name, value in privacy.items())
 
 
 def _measured(file: Path) -> list[dict[str, Any]]:

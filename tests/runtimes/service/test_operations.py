@@ -171,6 +171,36 @@ def test_a_second_owner_and_another_config_are_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_network_of_ones_own_is_measured_on_examples_of_ones_own(tmp_path: Path) -> None:
+    import numpy as np
+
+    (tmp_path / "my.py").write_text(NET)
+    net, folder = f"{tmp_path / 'my.py'}:Net", tmp_path / "test"
+    folder.mkdir()
+    inputs = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    np.save(folder / "inputs.npy", inputs)
+    np.save(folder / "targets.npy", np.arange(50) % 3)
+    with live(tiny(measure={"versions": 1}), tmp_path / "run", own=net, test=folder) as server:
+        client = server.client(0)
+        task = next(client.tasks(1))
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        task.load_into(module)
+        task.submit(module, examples=1)
+        found = float((module(torch.from_numpy(inputs)).argmax(1) == torch.arange(50) % 3).double().mean())
+        assert until(lambda: client.status()["accuracy"]) == pytest.approx(found)
+    np.save(folder / "targets.npy", np.arange(50) % 4)
+    with (
+        pytest.raises(InputError, match="the model gives 3 outputs, but labels reach 3"),
+        live(tiny(), tmp_path / "four", own=net, test=folder),
+    ):
+        pass
+    with (
+        pytest.raises(InputError, match="--test goes with --model"),
+        live(tiny(), tmp_path / "x", test=folder),
+    ):
+        pass
+
+
 def test_a_client_in_another_language_needs_http_and_safetensors_only(tmp_path: Path) -> None:
     """Nothing of afield on the client's side: names in another order, as the library writes them."""
     from safetensors.torch import save

@@ -114,3 +114,23 @@ def test_a_private_service_counts_each_client_once_per_step_and_shows_what_it_co
         assert f"afield_epsilon {told['epsilon']}" in http.get("/metrics").text
     assert not list((tmp_path / "run").rglob("*.key"))
     assert (tmp_path / "run.keys" / "privacy.key").exists()
+
+
+def test_a_run_keeps_its_terms_of_privacy(tmp_path: Path) -> None:
+    """Steps taken without noise, or with another, would be counted as if they had it."""
+    chosen = tiny("fedbuff")
+    with live(chosen, tmp_path / "run", privacy=Privacy(clip=1.0, noise=4.0)):
+        pass
+    for other in (None, Privacy(clip=1.0, noise=2.0), Privacy(clip=2.0, noise=4.0)):
+        with (
+            pytest.raises(InputError, match="begun with --clip 1 --noise 4 --delta 1e-05: give the same"),
+            live(chosen, tmp_path / "run", privacy=other),
+        ):
+            pass
+    with live(chosen, tmp_path / "open"):
+        pass
+    with (
+        pytest.raises(InputError, match="begun with no differential privacy"),
+        live(chosen, tmp_path / "open", privacy=Privacy()),
+    ):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,11 @@ def test_a_lease_that_runs_out_gives_its_slot_back(tmp_path: Path) -> None:
         http = server.http()
         refusal(put(http, task, body_of(task)), 410, "expired", "new-task")
         refusal(http.delete(f"/v1/tasks/{task.number}", params={"lease": "x"}), 410, "expired", "new-task")
+        assert http.get("/v1/status").json()["ended"]["expired"] >= 1  # the other's may have ended, too
+        assert 'afield_tasks_ended_total{reason="expired"} ' in http.get("/metrics").text
+    audit = [json.loads(line) for line in (tmp_path / "run" / "audit.jsonl").read_text().splitlines()]
+    ended = [(row["client"], row["number"], row["why"]) for row in audit if row["act"] == "ended"]
+    assert ended[0] == (0, task.number, "expired")
 
 
 def test_heartbeats_keep_a_lease_and_tell_at_once_that_a_task_has_ended(tmp_path: Path) -> None:

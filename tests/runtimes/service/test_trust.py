@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,17 @@ def test_tls_and_http_2(papers: Path, tmp_path: Path) -> None:
         old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
         with pytest.raises(httpx.ConnectError):
             server.http(verify=old).get("/healthz")
+
+
+@pytest.mark.parametrize("http2", [False, True])
+def test_who_idles_over_tls_does_not_hold_up_the_end(papers: Path, tmp_path: Path, http2: bool) -> None:
+    listen = Listen(port=0, cert=papers / "server.pem", key=papers / "server.key")
+    context = ssl.create_default_context(cafile=str(papers / "ca.pem"))
+    with httpx.Client(verify=context, http2=http2) as idle:
+        with live(tiny(), tmp_path / "run", listen=listen) as server:
+            assert idle.get(f"{server.url}/healthz").status_code == 200
+            began = time.monotonic()
+        assert time.monotonic() - began < 8  # uvicorn would wait for its goodbye for 20 s
 
 
 def test_certificates_in_place_of_tokens(papers: Path, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def told(service: Service, found: Open) -> dict[str, Any]:
         "seconds": round(left, 3),
         "corrected": found.correction is not None,
         "held": bool(getattr(service.parts.door.server.strategy, "client_held", False)),
+        "counted": service.parts.door.accepted.get(found.task.client, 0),
     }
 
 
@@ -179,6 +180,7 @@ async def about(call: Call) -> Response:
     return JSONResponse(
         {
             "name": service.name,
+            "run": service.tag,
             "clients": server.clients,
             "yours": call.holder.clients if call.holder.clients is None else list(call.holder.clients),
             "version": service.fold.version,

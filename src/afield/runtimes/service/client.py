@@ -22,7 +22,7 @@ from torch import Tensor
 
 from afield.core.errors import InputError, one_of
 from afield.core.flat import Layout
-from afield.core.held import HeldDeltas
+from afield.runtimes.service.memory import Memory
 from afield.runtimes.service.remote import RemoteTask, ServerError
 from afield.runtimes.service.wire import FORMS, BodyError, Wire, parsed
 
@@ -37,7 +37,8 @@ class Client:
     `client`: which one, where the token speaks for several. `ca`: the authority that signed the server's certificate;
     `certificate`: (cert, key) files of your own, for mutual TLS. `transport`: "full", or differences as "bf16" or
     "int8"; what rounding leaves out is added to the next update (error feedback). `patience`: seconds without a reply
-    after which it gives up (never, where None).
+    after which it gives up (never, where None). `keep`: a folder for what must outlive this process where a client
+    sends differences to what it sent before (ACE with held = "client") or rounded ones.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Client:
         zstd: bool = False,
         wait: float = 25.0,
         patience: float | None = None,
+        keep: str | Path | None = None,
     ) -> None:
         one_of("transport", transport, FORMS)
         self.url, self.client, self.transport, self.zstd = url.rstrip("/"), client, transport, zstd
@@ -60,8 +62,7 @@ class Client:
         self._about: dict[str, Any] | None = None
         self._models: dict[int, Tensor] = {}
         self._tags: dict[int, str] = {}  # their ETags
-        self._left: dict[int, Tensor] = {}  # per client, what rounding left out
-        self._held: HeldDeltas | None = None
+        self._keep = None if keep is None else Path(keep)
         self.received = self.sent = 0  # bytes of models and updates
         self._stopping = threading.Event()
 
@@ -169,6 +170,8 @@ class Client:
                 return None  # the task was taken back in the meantime
             raise
         assert version == told["version"]
+        if told["held"] or self.transport != "full":
+            self.memory.settle(told["client"], told["counted"], needed=told["held"])
         correction = None
         if told["corrected"]:
             path = f"/v1/tasks/{told['number']}/correction"
@@ -177,10 +180,9 @@ class Client:
             correction = torch.frombuffer(body, dtype=base.dtype, offset=start)
         return RemoteTask(self, told, base, correction)
 
-    def held(self) -> HeldDeltas:
-        if self._held is None:
-            self._held = HeldDeltas(self.layout.parameters)
-        return self._held
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory(self._keep, self.about()["run"])
 
     # -- requests ---------------------------------------------------------------------------------------------
 

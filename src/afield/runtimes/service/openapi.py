@@ -206,6 +206,7 @@ def description(limit: int) -> dict[str, Any]:
                         "seconds",
                         "corrected",
                         "held",
+                        "counted",
                     ],
                     "properties": {
                         **dict.fromkeys(("number", "client", "count", "version"), NUMBER),
@@ -215,8 +216,9 @@ def description(limit: int) -> dict[str, Any]:
                         "corrected": {"type": "boolean"},
                         "held": {
                             "type": "boolean",
-                            "description": "Send base + delta - your previous delta.",
+                            "description": "Send base + delta - your previous delta that counted.",
                         },
+                        "counted": {**NUMBER, "description": "Updates of this client that counted."},
                     },
                 },
                 "Receipt": {

@@ -86,10 +86,7 @@ class RemoteTask:
         """Send the trained model. A receipt with `refused` says why it did not count; the next task makes it good."""
         vector = model if isinstance(model, Tensor) else self.owner.layout.flatten(model)
         vector = vector.detach().cpu().contiguous()
-        held = self.owner.held() if self.told["held"] else None
-        if held is not None:
-            vector = held.prepare(self.client, vector, self.base)
-        pieces, left = self._packed(vector)
+        pieces = self._packed(vector)
         query = {"lease": self.told["lease"], "examples": examples, "steps": steps, "rate": rate}
         if metrics:
             query["metrics"] = json.dumps(dict(metrics))
@@ -113,31 +110,47 @@ class RemoteTask:
         self.owner.sent += int(headers["Content-Length"])
         told = reply.json()
         self.receipt = Receipt(**{name: told[name] for name in COLUMNS})
-        if held is not None:
-            held.commit(self.client)
-        if left is not None:
-            self.owner._left[self.client] = left
+        if self._remembers:
+            self.owner.memory.commit(self.client, self.told["lease"])
         return self.receipt
 
-    def _packed(self, vector: Tensor) -> tuple[list[bytes | memoryview], Tensor | None]:
-        """The body, and what rounding leaves out of it."""
+    @property
+    def _remembers(self) -> bool:
+        return bool(self.told["held"]) or self.owner.transport != "full"
+
+    def _packed(self, vector: Tensor) -> list[bytes | memoryview]:
+        """The body: the model, or what is sent in its place."""
         wire, form = self.owner.wire, self.owner.transport
         pieces: list[bytes | memoryview]
-        left = None
-        if form == "full":
+        if not self._remembers:
             pieces = [wire.heads["full"], raw(vector)]
         else:
-            delta = vector - self.base
-            if self.client in self.owner._left:
-                delta += self.owner._left[self.client]
-            rounded, meant = wire.rounded(delta, form)
-            pieces, left = [wire.heads[form], *rounded], delta - meant
+            memory, lease = self.owner.memory, self.told["lease"]
+            first = memory.again(self.client, lease)
+            vector = vector.clone() if first is None else first  # theirs may change while it is on its way
+            past = memory.pasts[self.client].kept
+            noted, message = {"model": vector}, vector
+            if self.told["held"]:
+                count = self.owner.layout.parameters
+                noted["previous"] = vector[:count] - self.base[:count]
+                if "previous" in past:
+                    message = vector.clone()
+                    message[:count] -= past["previous"]
+            if form == "full":
+                pieces = [wire.heads["full"], raw(message)]
+            else:
+                delta = message - self.base
+                if "left" in past:
+                    delta += past["left"]
+                rounded, meant = wire.rounded(delta, form)
+                pieces, noted["left"] = [wire.heads[form], *rounded], delta - meant
+            memory.note(self.client, lease, noted)
         if self.owner.zstd:
             import zstandard
 
             press = zstandard.ZstdCompressor(level=1).compressobj(size=sum(len(piece) for piece in pieces))
             pieces = [b"".join([*(press.compress(piece) for piece in pieces), press.flush()])]
-        return pieces, left
+        return pieces
 
     def _refusal(self, reason: str, vector: Tensor, examples: int) -> Receipt:
         return Receipt(

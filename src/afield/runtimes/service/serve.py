@@ -24,6 +24,7 @@ from afield.runtimes.service.service import Parts, Service
 
 log = logging.getLogger(__name__)
 Started = Callable[[str, Callable[[], None]], None]
+GOODBYE = 0.5  # seconds between the close of a connection and its end
 DRAIN = 20.0  # seconds that running requests have when it is time to end
 
 
@@ -87,6 +88,24 @@ class Serving(uvicorn.Server):
         super().handle_exit(sig, frame)
         if self.service is not None:
             self.service.fold.loop.call_soon_threadsafe(self.service.drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        hanging_up = asyncio.ensure_future(self._hang_up())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            hanging_up.cancel()
+
+    async def _hang_up(self) -> None:
+        """TLS waits 30 s for the other side's goodbye, but who idles does not read ours: end what was closed."""
+        before: set[object] = set()
+        while True:
+            await asyncio.sleep(GOODBYE)
+            closing = {one for one in self.server_state.connections if one.transport.is_closing()}
+            for one in closing & before:
+                if not one.transport.get_write_buffer_size():
+                    one.transport.abort()
+            before = set(closing)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from afield.core.errors import InputError, within
 from afield.core.flat import Layout
 from afield.core.protocols import Evaluator
-from afield.core.types import Receipt
+from afield.core.types import Receipt, Task
 from afield.runtimes.service.bodies import Room
 from afield.runtimes.service.events import KEPT, History
 from afield.runtimes.service.fold import Act, Batch, Door, Fold, Leased
@@ -106,7 +106,13 @@ class Service:
         self.fold = Fold(parts.door, self._told, ended=ended)
         stale = parts.manners.max_staleness if parts.manners.stale == "restart" else None
         self.desk = Desk(
-            self.fold, parts.plan, self.history, self.now, lease=parts.terms.lease, restart_after=stale
+            self.fold,
+            parts.plan,
+            self.history,
+            self.now,
+            lease=parts.terms.lease,
+            restart_after=stale,
+            ended=self._ended,
         )
         self.helpers = ThreadPoolExecutor(2, thread_name_prefix="body")
         self.measurer = ThreadPoolExecutor(1, thread_name_prefix="measure")
@@ -211,6 +217,13 @@ class Service:
         if every is not None and batch.version // every > before // every:
             self.measure()
 
+    def _ended(self, task: Task, why: str) -> None:
+        self.metrics.ended.labels(why).inc()
+        self.totals.ended[why] = self.totals.ended.get(why, 0) + 1
+        self.audit.note("ended", client=task.client, number=task.number, why=why)
+        if why == "expired":
+            log.info("client %d was not heard of: task %d was taken back", task.client, task.number)
+
     def _shared(self, receipt: Receipt) -> None:
         self.shares.add(receipt.client, receipt.weight, receipt.stepped, receipt.version)
 
@@ -278,6 +291,7 @@ class Service:
             "promoted": self.kept.promoted,
             "updates": self.totals.updates,
             "refusals": dict(self.totals.refusals),
+            "ended": dict(self.totals.ended),  # tasks that were taken back
             "tasks": len(desk.open),
             "waiting": len(desk.waiters),
             "queue": self.fold.waiting,
@@ -307,6 +321,7 @@ class Totals:
     updates: int = 0
     bytes: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
     steps: int = 0  # local steps, as the clients tell
     # since the last measurement:
     arrived: int = 0

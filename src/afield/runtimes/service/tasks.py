@@ -95,8 +95,10 @@ class Desk:
         *,
         lease: float = 600.0,
         restart_after: int | None = None,
+        ended: Callable[[Task, str], None] = lambda task, why: None,
     ) -> None:
         self.fold, self.plan, self.history, self.clock = fold, plan, history, clock
+        self.ended = ended  # told of tasks that were taken back, and why
         self.lease, self.restart_after = lease, restart_after
         self.shelf = Shelf()
         self.open: dict[int, Open] = {}
@@ -215,6 +217,7 @@ class Desk:
             self.endings.popitem(last=False)
         self._close(found)
         self.history.add("ended", {"number": task.number, "client": task.client, "why": why})
+        self.ended(task, why)
         self.plan.settled(task, None)
 
     def _close(self, found: Open) -> None:

@@ -27,7 +27,7 @@ function tiles(points) {
     ["Updates", whole(view.player ? view.state.updates : Math.max(view.state.updates, view.status?.updates ?? 0))],
     ["Staleness", significant(view.state.meanStaleness(), 2)],
     ["Tasks out", whole(view.player ? view.state.open.size : view.status?.tasks ?? view.state.open.size)],
-    ["Clients seen", `${whole(view.state.bars.size)}${view.status?.clients ? ` / ${whole(view.status.clients)}` : ""}`],
+    [view.status?.clients ? `Clients of ${whole(view.status.clients)}` : "Clients", whole(view.state.bars.size)],
   ];
   list.push(["Refused", whole(refused().reduce((sum, [, count]) => sum + count, 0))]);
   const epsilon = view.player ? last("epsilon") : view.status?.privacy?.epsilon;
@@ -106,7 +106,7 @@ function charts(points) {
   const best = accuracy.reduce((top, point) => (top && top.y >= point.y ? top : point), null);
   chart("accuracy", [{ points: accuracy, colour: view.theme.accent, fill: true, label: "accuracy" }], {
     from: 0, to: 1, format: percent, formatY: (y) => `${Math.round(100 * y)} %`, empty: "no accuracy was measured yet",
-    note: best ? `best ${percent(best.y)} at ${clock(best.x)} · ${whole(view.state.measured.length)} measurements` : "",
+    note: best ? `best ${percent(best.y)} at ${clock(best.x)} · ${whole(view.state.measured.length)} measurement${view.state.measured.length === 1 ? "" : "s"}` : "",
   });
   const [loss, train] = [view.state.series("loss"), view.state.series("train_loss")];
   const lines = [{ points: loss, colour: view.theme.accent, label: "test loss" }, { points: train, colour: view.theme.second, dash: [5, 4], label: "clients' loss" }];
