@@ -32,6 +32,7 @@ def made(
     terms: Sequence[tuple[float, float, float]] | None = None,
     share: Sequence[float] | None = None,
     loss: float = 1.0,
+    epsilon: float | None = None,
     finished: bool = True,
     settings: str = "",
 ) -> Run:
@@ -46,6 +47,8 @@ def made(
             if per_class is not None:
                 row["per_class"] = list(per_class)
                 row["groups"] = {"fast": value, "slow": value / 2}
+            if epsilon is not None:
+                row |= {"epsilon": i * epsilon, "delta": 1e-5}
             if terms is not None:
                 row |= dict(zip(("noise", "bias", "delay"), terms[i], strict=True)) | {"drift": 0.5}
             file.write(json.dumps(row) + "\n")

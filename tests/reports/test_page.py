@@ -37,6 +37,13 @@ def unpacked(values: Any) -> list[float | None]:
     return found
 
 
+def test_what_privacy_cost_is_a_picture_where_it_is_on(tmp_path: Path) -> None:
+    told = pictures(page.page([made(tmp_path / "secret", epsilon=1.5)]))
+    (_, traces, _) = told["epsilon-plot"]["views"][0]
+    assert unpacked(traces[0]["y"]) == [0.0, 1.5, 3.0]
+    assert "epsilon-plot" not in pictures(page.page([made(tmp_path / "open")]))
+
+
 def test_a_page_is_whole(tmp_path: Path) -> None:
     runs = [made(tmp_path / f"{name}{seed}", name, seed) for name in ("a", "b") for seed in (0, 1)]
     page.write(runs, tmp_path / "new" / "page.html", 0.8, "A title & more")

@@ -187,6 +187,14 @@ def test_why_steps_err(run: Make) -> None:
     assert said("why_steps_err", [even, run("none")]) is None
 
 
+def test_private(run: Make) -> None:
+    runs = [run("secret", 0, epsilon=1.25), run("secret", 1, epsilon=2.0), run("open")]
+    assert said("private", runs) == (
+        "Differential privacy, for the client with the most steps: secret spent epsilon 4 at delta 1e-05."
+    )
+    assert said("private", runs[2:]) is None
+
+
 def test_diverged(run: Make) -> None:
     assert said("diverged", [run("bad", loss=math.nan), run("good")]) == (
         "bad diverged: a loss or accuracy ended as no finite number."

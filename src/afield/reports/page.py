@@ -36,7 +36,8 @@ def page(runs: Sequence[Run], target: float | None = None, title: str = "") -> s
     goal = facts.comparison.target
     losses = [progress(runs, "loss", "Test loss"), progress(runs, "train_loss", "Training loss")]
     accuracy = progress(runs, "accuracy", "Test accuracy", goal)
-    progressed = [picture for picture in [accuracy, *losses] if picture.views]
+    spent = progress(runs, "epsilon", "Privacy spent (epsilon)")
+    progressed = [picture for picture in [accuracy, *losses, spent] if picture.views]
     times = times_to_any(facts)
     parts: list[tuple[str, str, list[str | Picture]]] = [
         ("overview", "Overview", [_words(facts), _ranking(facts), *progressed[:1]]),

@@ -153,6 +153,20 @@ def why_steps_err(facts: Facts) -> str | None:
     return f"Most of the error of the steps in the second half was {_and(parts)}." if parts else None
 
 
+def private(facts: Facts) -> str | None:
+    """What differential privacy has cost: the last epsilon of each label, of its seed that spent most."""
+    parts = []
+    for digest in facts.digests:
+        rows = [rows[-1] for seen in digest.seen if (rows := seen.run.series("epsilon"))]
+        if rows:
+            most = max(rows, key=lambda row: float(row["epsilon"]))
+            delta = f" at delta {most['delta']:g}" if "delta" in most else ""
+            parts.append(f"{digest.label} spent epsilon {most['epsilon']:.3g}{delta}")
+    if not parts:
+        return None
+    return f"Differential privacy, for the client with the most steps: {_and(parts)}."
+
+
 def diverged(facts: Facts) -> str | None:
     """Whose loss or accuracy ended as no number."""
     lost = [
@@ -205,6 +219,7 @@ SENTENCES: dict[str, Callable[[Facts], str | None]] = {
     "busiest": busiest,
     "silent": silent,
     "why_steps_err": why_steps_err,
+    "private": private,
     "diverged": diverged,
     "one_seed": one_seed,
     "unfinished": unfinished,

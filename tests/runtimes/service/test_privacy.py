@@ -14,6 +14,8 @@ from torch import nn
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import Task
+from afield.reports.load import find
+from afield.reports.page import page
 from afield.runtimes.service.privacy import Privacy, Private, epsilon, secret
 from afield.strategies import ACE, FedBuff
 
@@ -112,6 +114,9 @@ def test_a_private_service_counts_each_client_once_per_step_and_shows_what_it_co
         assert told["steps"] == 2 and told["epsilon"] == pytest.approx(epsilon(4.0, 2, 1e-5))
         until(lambda: [row for row in http.get("/v1/history").json()["rows"] if row["values"].get("epsilon")])
         assert f"afield_epsilon {told['epsilon']}" in http.get("/metrics").text
+    (run,) = find([tmp_path / "run"])  # a service's folder is a run folder; version 1 was measured last
+    assert run.series("epsilon")[-1]["epsilon"] == pytest.approx(epsilon(4.0, 1, 1e-5))
+    assert f"tiny spent epsilon {epsilon(4.0, 1, 1e-5):.3g} at delta 1e-05" in page([run])
     assert not list((tmp_path / "run").rglob("*.key"))
     assert (tmp_path / "run.keys" / "privacy.key").exists()
 

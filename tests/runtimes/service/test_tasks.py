@@ -255,7 +255,7 @@ def test_rounded_transport_feeds_its_error_back(transport: str, zstd: bool, tmp_
             assert not task.submit(task.base + delta, examples=1).refused
             exact += delta
         got = plain.model("latest")[1].double()
-        left = client._left[0].double()
+        left = client.memory.pasts[0].kept["left"].double()
         assert (
             float((got + left - exact).abs().max()) < 1e-5
         )  # but for what waits to be sent, nothing is lost

@@ -117,7 +117,8 @@ class Private:
         }
 
     def noted(self, row: Measurement) -> Measurement:
-        return replace(row, values={**row.values, "epsilon": self.spent()["epsilon"]})
+        spent = {"epsilon": self.spent()["epsilon"], "delta": self.settings.delta}
+        return replace(row, values={**row.values, **spent})
 
 
 @lru_cache(maxsize=1024)
