@@ -137,6 +137,7 @@ class Process:
         self.folder, self.log = folder, folder.with_name(folder.name + ".log")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "afield", "serve", "--out", str(folder), *arguments]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -6,16 +6,19 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from pages import pages
+from served import Process
 
 from afield.cli import main
 from afield.experiments.config import experiment
@@ -58,8 +61,43 @@ def commands(body: str) -> Iterator[list[str]]:
     for line in body.splitlines():
         words = shlex.split(line, comments=True)
         if words and words[0] not in NOT_RUN:
-            assert words[0] == "afield", f"{line!r} is neither run nor known as not to be run"
+            known = words[0] == "afield" or (words[0] == "sh" and words[1].startswith("examples/"))
+            assert known, f"{line!r} is neither run nor known as not to be run"
             yield words
+
+
+class Live:
+    """The service of a page: started by its `afield serve`, on a port that is free, and ended with the page."""
+
+    PORT = "8443"  # as it is written
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.process: Process | None = None
+
+    def port(self, text: str) -> str:
+        if self.process is None:
+            return text
+        return text.replace(f"localhost:{self.PORT}", f"localhost:{self.process.url.rpartition(':')[2]}")
+
+    def run(self, words: list[str]) -> bool:
+        """Whether it was a command of a service's, which has been run: these log, and go on for long."""
+        if words[:2] == ["afield", "serve"]:
+            place = words.index("--out")
+            rest = [*words[2:place], *words[place + 2 :], "--port", "0"]
+            self.process = self.stack.enter_context(Process(Path(words[place + 1]).absolute(), rest))
+            return bool(self.process.url)
+        if words[0] == "sh" or words[1] in ("join", "token", "status", "promote", "rollback"):
+            words, into = (words[:-2], words[-1]) if ">" in words else (words, None)
+            start = [] if words[0] == "sh" else [sys.executable, "-m"]
+            done = subprocess.run(
+                [*start, *map(self.port, words)], capture_output=True, text=True, timeout=120
+            )
+            assert (done.returncode, done.stderr) == (0, ""), words
+            if into is not None:
+                Path(into).write_text(done.stdout, encoding="utf-8")
+            return True
+        return False
 
 
 def press(folder: Path) -> None:
@@ -81,6 +119,12 @@ def run_blocks(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.chdir(folder)
     shutil.copytree(ROOT / "examples", folder / "examples")
     page = module("page", monkeypatch)
+    monkeypatch.syspath_prepend(folder)
+    with ExitStack() as stack:
+        return _run_each(text, page, Live(stack), monkeypatch)
+
+
+def _run_each(text: str, page: ModuleType, live: Live, monkeypatch: pytest.MonkeyPatch) -> int:
     done = 0
     for language, title, body in BLOCK.findall(text):
         assert language in ("python", "sh", "toml", "text"), f"a block is of no known language: {body[:80]!r}"
@@ -93,9 +137,11 @@ def run_blocks(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
                 assert experiment(table).runs
         elif language == "python":
             own = module(title, monkeypatch) if title else page  # what has a title is a file by itself
-            exec(compile(body, title or "page", "exec"), own.__dict__)
+            exec(compile(live.port(body), title or "page", "exec"), own.__dict__)
         elif language == "sh":
             for words in commands(body):
+                if live.run(words):
+                    continue
                 monkeypatch.setattr("sys.argv", small(words))
                 stopped = "press Ctrl-C" in body
                 if stopped:

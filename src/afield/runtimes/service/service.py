@@ -98,9 +98,8 @@ class Service:
         self.private = parts.private
         self.kept = Kept(parts.folder / "models", self.wire, parts.terms.keep)
         self.audit = Audit(parts.folder / "audit.jsonl")
-        self.tag = hashlib.blake2s(
-            f"{parts.name} {parts.founded}".encode(), digest_size=6
-        ).hexdigest()  # of this run
+        # of this run; not of its name, which a restart without the config does not know
+        self.tag = hashlib.blake2s(repr(parts.founded).encode(), digest_size=6).hexdigest()
         self.began = time.monotonic()
         self._offset = max(0.0, time.time() - parts.founded)
         self.fold = Fold(parts.door, self._told, ended=ended)

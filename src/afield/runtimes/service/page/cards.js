@@ -29,7 +29,7 @@ function tiles(points) {
     ["Tasks out", whole(view.player ? view.state.open.size : view.status?.tasks ?? view.state.open.size)],
     [view.status?.clients ? `Clients of ${whole(view.status.clients)}` : "Clients", whole(view.state.bars.size)],
   ];
-  list.push(["Refused", whole(refused().reduce((sum, [, count]) => sum + count, 0))]);
+  list.push(["Did not count", whole(refused().reduce((sum, [, count]) => sum + count, 0))]);
   const epsilon = view.player ? last("epsilon") : view.status?.privacy?.epsilon;
   if (epsilon !== undefined && epsilon !== null) list.push(["Epsilon", significant(epsilon)]);
   const box = $("tiles");
@@ -199,5 +199,5 @@ function refusals() {
   const found = refused();
   const total = found.reduce((sum, [, count]) => sum + count, 0);
   list("refusals", found.slice(0, 9).map(([why, count]) => [why, count, whole(count), ""]));
-  write($("n-refusals"), total ? `${whole(total)} in all, by reason` : "nothing was refused");
+  write($("n-refusals"), total ? `${whole(total)} in all, by reason` : "everything counted");
 }

@@ -42,11 +42,15 @@ export function ticks(low, high, count) {
 export function timeTicks(low, high, count, clock) {
   if (clock !== "real") return ticks(low, high, count);
   const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
-  const step = steps.find((value) => value >= (high - low) / Math.max(1, count));
-  if (!step || high - low < count) return ticks(low, high, count);
-  const found = [];
-  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step);
-  return found;
+  const place = steps.findIndex((value) => value >= (high - low) / Math.max(1, count));
+  if (place < 0 || high - low < count) return ticks(low, high, count);
+  const marks = (step) => {
+    const found = [];
+    for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step);
+    return found;
+  };
+  const found = marks(steps[place]);
+  return found.length > 1 || place === 0 ? found : marks(steps[place - 1]); // one mark alone tells no scale
 }
 
 const LEFT = 46;
