@@ -73,6 +73,7 @@ class RunFolder:
             self._metrics.flush()
             for name in (METRICS, DIAGNOSTICS):
                 sizes[name] = _synced(self.path / name) if (self.path / name).exists() else 0
+            self._show()
         return {"sizes": sizes, "files": self._files, "rows": columns(self._rows)}
 
     def _cut(self, position: Mapping[str, Any]) -> None:
@@ -148,6 +149,17 @@ class RunFolder:
             write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
         self._trackers.close(summary)
 
+    def _show(self) -> None:
+        """The receipts of no file yet, for who follows the run (`afield watch`); `resume` does not need them."""
+        if self._rows:
+            part = self._part
+            write_receipts(self._rows, part.with_suffix(".draft"))
+            os.replace(part.with_suffix(".draft"), part)
+
+    @property
+    def _part(self) -> Path:
+        return self.path / "receipts" / f"{self._files:05d}.part"
+
     def _flush(self) -> None:
         if not self._rows and self._files:
             return
@@ -155,6 +167,7 @@ class RunFolder:
         with named(file, "write"):
             write_receipts(self._rows, file)
             _synced(file)
+            self._part.unlink(missing_ok=True)
         self._files += 1
         self._rows.clear()
 

@@ -13,7 +13,11 @@ import pytest
 from tiny import rows_of, tiny
 
 from afield.core.errors import InputError
+from afield.core.types import Receipt
+from afield.experiments import folder as folder_of_runs
 from afield.experiments.folder import write_receipts
+from afield.experiments.run import prepare
+from afield.experiments.run import run as run_into
 from afield.runtimes.service.recorded import COLUMNS, Recorded
 
 
@@ -92,6 +96,32 @@ def test_a_growing_folder_is_followed_and_a_line_half_written_waits(tmp_path: Pa
     assert [row.number for row in rows] == list(range(2, recorded.last + 1))
     assert rows[0].kind == "measurement" and dict(rows[0].values) == json.loads(lines[1])
     assert {row.kind for row in rows[1:]} == {"task", "receipt", "shares"}
+
+
+def test_a_running_simulation_shows_its_receipts_at_every_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of seven, snapshots after every other version: each receipt is told once, in its order."""
+    monkeypatch.setattr(folder_of_runs, "ROWS", 7)
+    snapshots = {"runtime": {"snapshots": {"seconds": 0.0, "versions": 2}}}
+    prepared, folder = prepare(tiny(**snapshots)), tmp_path / "run"
+    recorded: Recorded | None = None
+    early: list[int] = []
+    rows = []
+    for row in run_into(prepared, folder):
+        rows.append(row)
+        if recorded is None and (folder / "config.toml").exists():
+            recorded = Recorded(folder)
+        elif recorded is not None:
+            recorded.look()
+            early.append(len(of_kind(recorded, "receipt")))
+    assert recorded is not None
+    recorded.look()
+    receipts = [row for row in rows if isinstance(row, Receipt)]
+    assert [row["number"] for row in of_kind(recorded, "receipt")] == [row.number for row in receipts]
+    assert of_kind(recorded, "reset") == [] and early == sorted(early)
+    assert any(count % 7 for count in early)  # not only what whole files have
+    assert not list((folder / "receipts").glob("*.part"))
 
 
 @pytest.mark.parametrize("what", ["metrics", "receipts", "metrics rewritten"])

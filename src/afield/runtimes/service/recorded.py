@@ -1,7 +1,7 @@
 """A run folder as rows with rising numbers, like those of a live service: all of a finished run, or as it grows.
 
 What is found at one look is put in the order of its time; what a later look finds comes after it, whatever its time:
-a running simulation writes measurements at once and receipts in files of many, so bars may come long after the curve.
+a running simulation writes measurements at once and shows its receipts at snapshots, so bars come after the curve.
 A run that was taken up again was cut back first: then a row "reset" says that all before it is void, and everything
 that is there follows anew.
 """
@@ -66,6 +66,8 @@ class Recorded:
         self.refused: dict[int, str] = {}  # by receipt, where it was
         self._read, self._tail = 0, b""  # bytes of the metrics, and the last line of them
         self._files: dict[str, tuple[int, int, int]] = {}
+        self._seen: tuple[int, int, int] | None = None  # the part that was read last,
+        self._known = 0  # and how many of its receipts
 
     # -- what is told -----------------------------------------------------------------------------------------
 
@@ -142,8 +144,7 @@ class Recorded:
             times.append([float(row["time"]) for row in measured])
             codes.append(np.arange(len(self.measured), len(self.measured) + len(measured)) * 8 + MEASUREMENT)
             self.measured.extend(measured)
-        for file in self._new_files():
-            when, what = self._receipts(file)
+        for when, what in (*map(self._whole, self._new_files()), self._part()):
             times.extend(when)
             codes.extend(what)
         if codes:
@@ -190,18 +191,27 @@ class Recorded:
         files = sorted((self.folder / "receipts").glob("*.parquet"))
         return [file for file in files if file.name not in self._files]
 
-    def _receipts(self, file: Path) -> tuple[list[Any], list[Any]]:
-        """Add a file of receipts; its tasks, receipts and shares by time."""
-        import pyarrow as pa
-        from pyarrow import parquet
-
+    def _whole(self, file: Path) -> tuple[list[Any], list[Any]]:
+        """A file of receipts that is complete; some of it may be known already from its part."""
         mark = _mark(file)
-        try:
-            table = parquet.read_table(file, columns=[*COLUMNS, "refused"])
-        except (OSError, pa.ArrowException):
+        if mark is None or (table := _table(file)) is None:
             return [], []  # it is being written, or was just removed: the next look knows more
-        assert mark is not None
         self._files[file.name] = mark
+        known, self._known = self._known, 0
+        return self._receipts(table.slice(known))
+
+    def _part(self) -> tuple[list[Any], list[Any]]:
+        """What a running simulation shows of its next file, from time to time: it only grows."""
+        file = self.folder / "receipts" / f"{len(self._files):05d}.part"
+        mark = _mark(file)
+        if mark is None or mark == self._seen or (table := _table(file)) is None or len(table) <= self._known:
+            return [], []
+        self._seen = mark
+        known, self._known = self._known, len(table)
+        return self._receipts(table.slice(known))
+
+    def _receipts(self, table: Any) -> tuple[list[Any], list[Any]]:
+        """Add receipts; their tasks, arrivals and shares by time."""
         first = len(self.columns["number"])
         new = {name: table.column(name).to_numpy() for name in COLUMNS}
         for place, why in enumerate(table.column("refused").to_pylist()):
@@ -231,6 +241,16 @@ class Recorded:
                 self.shared.append(self.shares.told())
                 stops.append(arrived)
         return stops
+
+
+def _table(file: Path) -> Any:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_table(file, columns=[*COLUMNS, "refused"])
+    except (OSError, pa.ArrowException):
+        return None
 
 
 def _mark(file: Path) -> tuple[int, int, int] | None:

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,6 +128,10 @@ def serve(parts: Parts, listen: Listen, started: Started = lambda url, end: None
     `started` is told the address, and a function that ends it all as SIGTERM does, from any thread.
     """
     listening = bound(listen)
+    # The fold lets go of the interpreter at every write, sum and tensor operation, and may wait this long to have it
+    # back. Default (5 ms) and this, in turn, a thousand clients, updates a second: 139 and 147, 120 and
+    # 131, 108 and 124, 113 and 134.
+    sys.setswitchinterval(0.0005)
     why: list[str] = []
 
     async def main() -> None:
