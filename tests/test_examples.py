@@ -107,7 +107,7 @@ def test_the_service_with_a_slow_client_and_one_that_is_killed(tmp_path: Path) -
     usual, slow, killed = found["updates"]
     assert killed == 2 and usual > slow > 1 and usual + slow + killed >= 40
     assert found["expired"] == [found["lost"]]  # just the task that it died over
-    assert 3.0 <= found["after"] < 30
+    assert 2.0 < found["after"] < 30  # a lease of 3 s from the last heartbeat, which is up to a second old
     assert found["accuracy"] > 0.85 and any(line.startswith("promoted: version ") for line in told)
     assert (found["server"], found["alive"]) == (0, [False] * 4)
     (run,) = load.find([tmp_path / "out" / "run"])
