@@ -103,6 +103,7 @@ class Durable:
         self._journal = {"fsync": fsync, "segment": segment}
         self._snapshots = ({**kinds_of(server.state), **(kinds or {})}, generations)
         self.acts = 0  # checkouts, updates, cancels and ends of rounds since the first day
+        self.updates = 0  # those of them that were accepted updates
         self.receipts: dict[int, Receipt] = {}  # of the last updates, by the number of their task
         self.replayed: list[Receipt] = []  # of the updates that came after the snapshot this began from
         self._since, self._last = 0, time.monotonic()
@@ -165,7 +166,7 @@ class Durable:
         self.server.restore(picture["server"])
         self.server.keep_tables(self.table, self.folder, generation)
         self._pin(generation)
-        self.acts = mark["acts"]
+        self.acts, self.updates = mark["acts"], mark["updates"]
         self.receipts = {row[0]: Receipt(*row) for row in picture["receipts"]}
         other = mark["afield"] if mark["afield"] != _version() else ""
         for number, value in self.journal.replay(mark["journal"], self.server.state.params.device):
@@ -299,6 +300,7 @@ class Durable:
     def _fold(self, update: Update) -> Receipt:
         receipt = self.server.submit(update)
         if not receipt.refused:
+            self.updates += 1
             self.receipts[receipt.number] = receipt
             if len(self.receipts) > self.remember:
                 del self.receipts[next(iter(self.receipts))]
@@ -342,6 +344,7 @@ class Durable:
         mark = {
             "journal": self.journal.rotate(),
             "acts": self.acts,
+            "updates": self.updates,
             "about": self.about,
             "afield": _version(),
         }
