@@ -1,0 +1,92 @@
+"""Named arrays, as other frameworks send them, <-> the one flat vector that strategies work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from afield.core.errors import InputError
+
+Named = Mapping[str, NDArray[Any]]
+STATISTICS = ("running_mean", "running_var")  # how torch names what normalisation layers gather
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Where each array lies: parameters first, then normalisation statistics, known by their names.
+
+    Whole numbers (num_batches_tracked) are no part of a model: they go out as they came in last.
+    """
+
+    names: tuple[str, ...]  # in the order they came in
+    places: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, np.dtype[Any]]
+    size: int
+    parameters: int
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, arrays: Named) -> Arrays:
+        floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+        if not floats:
+            raise InputError(f"the model has {len(arrays)} arrays, none of floats: give it one to train")
+        for name, array in arrays.items():
+            if array.dtype.kind not in "fiub":
+                raise InputError(f"array {name} is {array.dtype}: send floats, whole numbers or booleans")
+        # one vector has one type: the widest of the arrays', and float32 at the least
+        dtype = np.result_type(np.float32, *(array.dtype for array in floats.values()))
+        if dtype.itemsize > 8:
+            raise InputError(f"the arrays are {dtype}: convert them to float64 or less")
+        # sorted() is stable: parameters keep their order, and so do the statistics after them
+        order = sorted(floats, key=lambda name: name.endswith(STATISTICS))
+        places, end, inside = {}, 0, 0
+        for name in order:
+            places[name] = (end, end + floats[name].size)
+            end += floats[name].size
+            if not name.endswith(STATISTICS):
+                inside = end
+        if not inside:
+            raise InputError("the model has statistics but no parameters: give it one to train")
+        shapes = {name: array.shape for name, array in arrays.items()}
+        types = {name: array.dtype for name, array in arrays.items()}
+        return cls(tuple(arrays), places, shapes, types, end, inside, dtype)
+
+    def vector(self, arrays: Named) -> Tensor:
+        """A new vector with these values."""
+        if missing := [name for name in self.names if name not in arrays]:
+            raise InputError(f"array {missing[0]} is missing: send the arrays that were received")
+        if more := [name for name in arrays if name not in self.shapes]:
+            raise InputError(f"array {more[0]} was not asked for: send the arrays that were received")
+        out = np.empty(self.size, self.dtype)
+        for name, (start, end) in self.places.items():
+            array = arrays[name]
+            if array.shape != self.shapes[name] or array.dtype.kind != "f":
+                raise InputError(
+                    f"array {name} is {array.dtype} of shape {array.shape}, not {self.types[name]} of "
+                    f"{self.shapes[name]}: send the arrays that were received"
+                )
+            out[start:end] = array.reshape(-1)
+        return torch.from_numpy(out)
+
+    def arrays(self, vector: Tensor, whole: Named) -> dict[str, NDArray[Any]]:
+        """The vector as named arrays (views where the types are equal); `whole` has the whole numbers."""
+        flat = vector.detach().cpu().numpy()
+        out = {}
+        for name in self.names:
+            if name in self.places:
+                start, end = self.places[name]
+                out[name] = flat[start:end].reshape(self.shapes[name]).astype(self.types[name], copy=False)
+            else:
+                out[name] = whole[name]
+        return out
+
+    def whole(self, arrays: Named) -> dict[str, NDArray[Any]]:
+        """Those that are no part of the vector."""
+        return {name: arrays[name] for name in self.names if name not in self.places}
