@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--store", action="store_true")
     chosen = parser.parse_args()
-    turns, messages = (2, 20) if chosen.quick else (5, 100)
+    turns, messages = (2, 20) if chosen.quick else (5, 40)
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     app = ServerApp()
 

@@ -37,6 +37,7 @@ def main(grid: Grid, context: Context) -> None:
         concurrency=config["concurrency"],
         round_size=config["round-size"],
         min_available_nodes=config["min-nodes"],
+        fraction_evaluate=config["fraction-evaluate"],
         deadline=config["deadline"],
         **{"resume" if config["resume"] else "store": folder},
     )

@@ -8,8 +8,10 @@ import torch
 
 pytest.importorskip("flwr")
 
+from flwr.app import Array, ArrayRecord
+
 from afield.core.errors import InputError
-from afield.runtimes.flower.arrays import Arrays
+from afield.runtimes.flower.arrays import Arrays, opened, packed
 
 
 def network() -> torch.nn.Module:
@@ -61,3 +63,24 @@ def test_what_does_not_fit_is_named() -> None:
     for bad, why in (({"n": named["n"]}, "none of floats"), ({"w": np.zeros(1, complex)}, "none of floats")):
         with pytest.raises(InputError, match=why):
             Arrays.of(bad)
+
+
+def test_bytes_are_those_of_flower() -> None:
+    rng = np.random.default_rng(0)
+    named = {
+        "matrix": rng.standard_normal((3, 5)).astype(np.float32),
+        "columns first": np.asfortranarray(rng.standard_normal((3, 5))),
+        "scalar": np.array(7),
+        "empty": np.zeros((0, 2), np.float16),
+    }
+    theirs = ArrayRecord({name: Array(array) for name, array in named.items()})
+    for name, array in opened(theirs).items():
+        assert array.dtype == named[name].dtype and np.array_equal(array, named[name])
+    for name, mine in packed(named).items():
+        assert np.array_equal(mine.numpy(), named[name]) and mine.numpy().shape == named[name].shape
+        if name != "columns first":  # goes out by rows
+            assert (mine.data, mine.dtype, mine.shape) == (
+                theirs[name].data,
+                theirs[name].dtype,
+                theirs[name].shape,
+            )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,3 +92,31 @@ class Arrays:
     def whole(self, arrays: Named) -> dict[str, NDArray[Any]]:
         """Those that are no part of the vector."""
         return {name: arrays[name] for name in self.names if name not in self.places}
+
+
+def opened(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """What Array.numpy() gives, without its two copies: views of the bytes that came, not to be written to."""
+    return {name: _opened(array) for name, array in record.items()}
+
+
+def _opened(array: Array) -> NDArray[Any]:
+    head = BytesIO(array.data)
+    if array.stype != "numpy.ndarray" or np.lib.format.read_magic(head) != (1, 0):
+        found: NDArray[Any] = array.numpy()
+        return found
+    shape, columns_first, dtype = np.lib.format.read_array_header_1_0(head)
+    flat = np.frombuffer(array.data, dtype, offset=head.tell())
+    return flat.reshape(shape, order="F" if columns_first else "C")
+
+
+def packed(arrays: Named) -> ArrayRecord:
+    """What Array(ndarray) gives, with one copy instead of two."""
+    return ArrayRecord({name: _packed(array) for name, array in arrays.items()})
+
+
+def _packed(array: NDArray[Any]) -> Array:
+    array = np.ascontiguousarray(array) if array.ndim else array
+    head = BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    data = b"".join((head.getvalue(), array.data))
+    return Array(dtype=str(array.dtype), shape=tuple(array.shape), stype="numpy.ndarray", data=data)

@@ -11,14 +11,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from torch import Tensor
 
 from afield.core.errors import InputError
 from afield.core.server import Server
 from afield.core.types import Task, Update
-from afield.runtimes.flower.arrays import Arrays
+from afield.runtimes.flower.arrays import Arrays, opened, packed
 from afield.runtimes.flower.evaluation import Evaluations
 from afield.runtimes.flower.nodes import Nodes
 from afield.store import files
@@ -80,7 +81,7 @@ class Run:
     def open(self, initial: ArrayRecord, stack: ExitStack) -> None:
         """Wait for the nodes; the server as it was left, or as on its first day."""
         of, folder = self.of, self.of.folder
-        named = {name: array.numpy() for name, array in initial.items()}
+        named = opened(initial)
         self.layout = Arrays.of(named)
         self.whole = self.layout.whole(named)
         known = None if folder is None else Nodes.read(folder)
@@ -219,7 +220,7 @@ class Run:
         task = self.door.checkout(self.nodes.clients[node], time.time())
         self.held.pop(node, None)
         config = {**self.train_config, "server-round": self.accepted // self.of.round_size + 1}
-        message = self._message(node, MessageType.TRAIN, self._arrays(), config)
+        message = self._message(node, MessageType.TRAIN, self._arrays(self.server.base(task)), config)
         if not self._push(message, Flight(node, now + self.deadline, task)):
             self.door.cancel(task)
             self._failed(node, "the message was not taken")
@@ -255,6 +256,7 @@ class Run:
                 self._error(flight, str(reply.error.reason or f"error {reply.error.code}"))
             elif flight.late:
                 log.warning("node %d answered too late: dropped", flight.node)
+                self.looked = -math.inf  # from now on it gets tasks again
             elif flight.task is None:
                 self.evaluations.settle(flight.node, flight.round, reply.content)
             else:
@@ -307,7 +309,7 @@ class Run:
         examples = metrics[0].get(key)
         if not isinstance(examples, (int, float)) or not math.isfinite(examples):
             raise InputError(f"its reply has {key} = {examples}: send how many examples it trained on")
-        model = self.layout.vector({name: array.numpy() for name, array in records[0].items()})
+        model = self.layout.vector(opened(records[0]))
         scalars = {name: float(value) for name, value in metrics[0].items() if not isinstance(value, list)}
         return Update(task, model, None, int(examples), arrived=arrived, metrics=scalars)
 
@@ -357,10 +359,10 @@ class Run:
             self.result.evaluate_metrics_serverapp[number] = metrics
             log.info("[ROUND %d] evaluated here: %s", number, metrics)
 
-    def _arrays(self) -> ArrayRecord:
+    def _arrays(self, vector: Tensor | None = None) -> ArrayRecord:
         """The newest version. One record serves all messages of one version."""
         version = self.server.version
         if self.record is None or self.record[0] != version:
-            named = self.layout.arrays(self.server.model(), self.whole)
-            self.record = version, ArrayRecord({name: Array(array) for name, array in named.items()})
+            vector = self.server.model() if vector is None else vector
+            self.record = version, packed(self.layout.arrays(vector, self.whole))
         return self.record[1]
