@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "flower"))
 from loopback import Federation
 
 pytestmark = pytest.mark.slow
-PATIENCE = 150.0  # seconds that anything here may take
+PATIENCE = 240.0  # seconds that anything here may take
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,6 @@ def check(report: dict[str, Any], rounds: int, size: int, clients: int) -> None:
     assert list(report["server"]) == [str(number) for number in range(rounds + 1)]
     first, last = report["server"]["0"]["accuracy"], report["server"][str(rounds)]["accuracy"]
     assert last > first + 0.2
-    assert abs(report["nodes"][str(rounds)]["eval_acc"] - last) < 0.25
 
 
 def run(federation: Federation, **config: Any) -> dict[str, Any]:
@@ -79,26 +78,33 @@ def rest(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("strategy", ["fedasync", "fedbuff", "mr-asyncfl", "ace"])
 def test_simulation(simulation: Federation, strategy: str) -> None:
     config = {"num_server_rounds": 2, "round_size": 6, "min_nodes": 4, "local_epochs": 5}
-    check(run(simulation, strategy=strategy, **config), 2, 6, clients=4)
+    report = run(simulation, strategy=strategy, **config)
+    check(report, 2, 6, clients=4)
+    assert abs(report["nodes"]["2"]["eval_acc"] - report["server"]["2"]["accuracy"]) < 0.25
 
 
 @pytest.mark.parametrize("strategy", ["fedasync", "fedbuff"])
 def test_deployment(deployment: Federation, strategy: str) -> None:
-    config = {"num_server_rounds": 2, "round_size": 3, "min_nodes": 3, "local_epochs": 10}
-    check(run(deployment, strategy=strategy, **config), 2, 3, clients=3)
+    config: dict[str, Any] = {"num_server_rounds": 2, "round_size": 3, "min_nodes": 3, "local_epochs": 10}
+    config["fraction_evaluate"] = 1.0 if strategy == "fedasync" else 0.0
+    report = run(deployment, strategy=strategy, **config)
+    check(report, 2, 3, clients=3)
+    assert bool(report["nodes"]) == (strategy == "fedasync")
 
 
 def test_a_serverapp_that_is_killed_and_resumed(deployment: Federation) -> None:
     store = deployment.folder / "store"
     config: dict[str, Any] = {
         "strategy": "mr-asyncfl",
-        "num_server_rounds": 3,
+        "num_server_rounds": 2,
         "round_size": 3,
         "min_nodes": 3,
+        "store": str(store),
+        "local_epochs": 10,
+        "fraction_evaluate": 0.0,
     }
-    config |= {"store": str(store), "local_epochs": 10}
     with deployment.begin(**config) as process:
-        lines(process, "[ROUND 1/3]")
+        lines(process, "[ROUND 1/2]")
         os.kill(json.loads((store / "owner.lock").read_text())["pid"], signal.SIGKILL)
         process.kill()
     path = deployment.folder / "resumed.json"
@@ -107,16 +113,16 @@ def test_a_serverapp_that_is_killed_and_resumed(deployment: Federation) -> None:
     before = int(told.split("resumed at update")[1].split(",")[0])
     report = json.loads(path.read_text())
     receipts = report["receipts"]
-    assert 3 <= before < 9 and len(receipts) == 9 - before
-    # MR.AsyncFL steps once per update: version 9 has every one of them in it
-    assert [receipt["version"] for receipt in receipts] == list(range(before + 1, 10))
-    assert report["server"]["3"]["accuracy"] > 0.5
+    assert 3 <= before < 6 and len(receipts) == 6 - before
+    # MR.AsyncFL steps once per update: version 6 has every one of them in it
+    assert [receipt["version"] for receipt in receipts] == list(range(before + 1, 7))
+    assert report["server"]["2"]["accuracy"] > 0.5
 
 
 def test_a_supernode_that_is_killed_and_another_that_comes(deployment: Federation) -> None:
     config: dict[str, Any] = {"strategy": "ace", "num_server_rounds": 2, "round_size": 4, "min_nodes": 3}
     path = deployment.folder / "ace.json"
-    config |= {"deadline": 40.0, "report": str(path), "local_epochs": 10}
+    config |= {"deadline": 40.0, "report": str(path), "local_epochs": 10, "fraction_evaluate": 0.0}
     with deployment.begin(**config) as process:
         log = lines(process, "is client 2")
         deployment.kill("node-2")
