@@ -8,6 +8,7 @@ turns differ by 10 % and more, the processor time of the loop's own thread is gi
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import statistics
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--store", action="store_true")
     chosen = parser.parse_args()
+    faulthandler.dump_traceback_later(600, exit=True)  # if Ray does not start, Flower's thread waits for ever
     turns, messages = (2, 20) if chosen.quick else (5, 40)
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     work: dict[str, list[float]] = {"bare": [], "ours": []}
