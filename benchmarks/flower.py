@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", RAY_USAGE_STATS_ENABLED="0")
+os.environ["RAY_ADDRESS"] = "local"  # a Ray of its own, not one that happens to run here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "flower"))
 
 import torch

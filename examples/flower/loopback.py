@@ -41,6 +41,7 @@ class Federation:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": "local",  # a Ray of its own, not one that happens to run here
             "OMP_NUM_THREADS": "1",
         }
 
