@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from afield.core.errors import InputError
 
 Named = Mapping[str, NDArray[Any]]
+MAGIC = np.lib.format.magic(1, 0)
 STATISTICS = ("running_mean", "running_var")  # how torch names what normalisation layers gather
 
 
@@ -100,13 +102,18 @@ def opened(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 
 def _opened(array: Array) -> NDArray[Any]:
-    head = BytesIO(array.data)
-    if array.stype != "numpy.ndarray" or np.lib.format.read_magic(head) != (1, 0):
+    data = array.data
+    if array.stype != "numpy.ndarray" or data[:8] != MAGIC:
         found: NDArray[Any] = array.numpy()
         return found
-    shape, columns_first, dtype = np.lib.format.read_array_header_1_0(head)
-    flat = np.frombuffer(array.data, dtype, offset=head.tell())
-    return flat.reshape(shape, order="F" if columns_first else "C")
+    start = 10 + int.from_bytes(data[8:10], "little")
+    shape, columns_first, dtype = _read(data[:start])
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if columns_first else "C")
+
+
+@lru_cache(maxsize=4096)  # a header takes 60 us to read, and is the same for every model of a run
+def _read(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    return np.lib.format.read_array_header_1_0(BytesIO(head[8:]))
 
 
 def packed(arrays: Named) -> ArrayRecord:
@@ -116,7 +123,13 @@ def packed(arrays: Named) -> ArrayRecord:
 
 def _packed(array: NDArray[Any]) -> Array:
     array = np.ascontiguousarray(array) if array.ndim else array
-    head = BytesIO()
-    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
-    data = b"".join((head.getvalue(), array.data))
+    data = b"".join((_head(array.shape, array.dtype), array.data))
     return Array(dtype=str(array.dtype), shape=tuple(array.shape), stype="numpy.ndarray", data=data)
+
+
+@lru_cache(maxsize=4096)
+def _head(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    head = BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    return head.getvalue()
