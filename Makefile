@@ -6,7 +6,7 @@ BIN := .venv/bin
 # One thread per process: the models under test are small, and pytest runs two processes.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow test-flower bench lint clean
+.PHONY: demo test test-slow test-flower bench docs lint clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS= $(BIN)/afield run
@@ -29,8 +29,12 @@ test-flower: .venv-flower/installed
 	touch $@
 
 # Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
-bench: .venv/installed
-	for name in fold events table journal training peers; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
+bench: .venv/dev
+	for name in fold events table journal snapshots training report peers service; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
+
+# The documentation site, in build/site: open index.html there (search needs a server: mkdocs serve).
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -2,9 +2,9 @@
 
     python benchmarks/table.py [--quick] [--clients N] [--size P] [--precision int8] [--folder DIR]
 
-First two equal tables, one in memory and one on disk, arrivals taking turns. Then the large one: filled, then arrivals
-of clients at random (a row is read, another is written), while the resident set is read from /proc. The disk's own
-speed is measured in the same folder.
+First two equal tables, one in memory and one on disk, arrivals taking turns. Then the large one: filled, then
+arrivals of clients at random (a row is read, another is written), while the resident set is read from /proc. The
+disk's own speed is measured in the same folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Asynchronous federated learning: every algorithm, one exact simulator, one deployable server."""
 
+from typing import TYPE_CHECKING, Any
+
 from afield.core.errors import InputError
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, ServerState, Task, Update
@@ -31,6 +33,9 @@ from afield.strategies import (
 )
 from afield.training.local import Local
 
+if TYPE_CHECKING:
+    from afield.runtimes.service.client import Client
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -43,6 +48,7 @@ __all__ = [
     "SGD",
     "STRATEGIES",
     "TWAFL",
+    "Client",
     "DelayAdaptiveASGD",
     "FedAC",
     "FedAsync",
@@ -71,3 +77,12 @@ __all__ = [
     "simulate",
     "staleness",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The client of a live service is imported when it is asked for: a simulation needs none of it."""
+    if name == "Client":
+        from afield.runtimes.service.client import Client
+
+        return Client
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,6 +45,7 @@ def test_the_default_race(afield: Command, here: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "accuracy.png",
         "compare.csv",
+        "experiment.toml",
         *(f"{name}-0" for name in DEFAULT),
     }
     assert all(run.finished for run in load.find([folder]))
@@ -60,11 +61,13 @@ def test_the_default_race(afield: Command, here: Path) -> None:
 
 def test_what_is_suggested_next_works(afield: Command, here: Path) -> None:
     suggested = [line for line in afield("run", *SMALL).out.splitlines() if line.startswith("  afield ")]
-    assert len(suggested) == 4
+    assert len(suggested) == 5
     for line in suggested[:3]:
         command = line.split("  ")[1].replace("'", "").split()
         assert afield(*command[1:], *SMALL, "--set", "stop.updates=2").status == 0
-    assert afield("compare", here / "runs" / "default-001").status == 0
+    for command in ("report", "compare"):
+        assert f"  afield {command} runs/default-001" in suggested
+        assert afield(command, here / "runs" / "default-001").status == 0
 
 
 def test_run_folders_are_numbered(afield: Command, here: Path, race: Path) -> None:
@@ -156,7 +159,7 @@ def test_compare_prints_a_table_and_writes_numbers_and_a_picture(
     ended = afield("compare", "out", "--target", "0.4", "--csv", "new/table.csv", "--png", "new/curves.svg")
     assert (ended.status, ended.err) == (0, "")
     assert "to 40 %" in ended.out
-    assert [line.split()[:2] for line in ended.out.splitlines()[-2:]] == [["mixing", "2"], ["rounds", "2"]]
+    assert [line.split()[:2] for line in ended.out.splitlines()[-3:-1]] == [["mixing", "2"], ["rounds", "2"]]
     assert "±" in ended.out
     with (here / "new" / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -177,7 +180,7 @@ def test_compare_takes_single_runs_and_folders_of_runs(afield: Command, here: Pa
     afield("run", race, "--out", "out")
     afield("run", race, "--strategy", "asgd", "--seed", "7", "--out", "one")
     out = afield("compare", "one", "out/mixing-0", "out").out
-    assert [line.split()[:2] for line in out.splitlines()[-3:]] == [
+    assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
         ["asgd", "1"],
         ["mixing", "2"],  # found twice, counted once
         ["rounds", "2"],

@@ -62,7 +62,7 @@ def test_distillations_are_timed(tmp_path: Path) -> None:
 def test_a_model_and_a_log_may_be_left_out(tmp_path: Path) -> None:
     summary(tmp_path / "a", "fedasync", runtime={"model": False, "receipts": False})
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == ["config.toml", "environment.json", "metrics.jsonl", "summary.json"]
+    assert names == ["clients.json", "config.toml", "environment.json", "metrics.jsonl", "summary.json"]
 
 
 def test_interrupted_tasks_are_counted(tmp_path: Path) -> None:

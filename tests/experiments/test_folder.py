@@ -29,6 +29,7 @@ def test_what_a_finished_run_leaves(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "run"
     receipts, measured = rows_of(tiny("fedbuff"), place)
     assert sorted(path.name for path in place.iterdir()) == [
+        "clients.json",
         "config.toml",
         "environment.json",
         "metrics.jsonl",

@@ -8,27 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopping import TABLE
 
 from afield.experiments.config import Experiment, experiment
 from afield.experiments.run import prepare, run
 from afield.experiments.sweep import prepare_all, run_together
 from afield.reports.load import find
-
-TABLE: dict[str, Any] = {
-    "seeds": [0, 1],
-    "sweep": {"together": True},
-    "model": {"name": "mlp", "hidden": [16]},
-    "local": {"batch": 16, "rate": 0.2},
-    "scenario": {"clients": 8, "delay": {"name": "exponential"}, "rounds": {"name": "cohort", "size": 3}},
-    "stop": {"updates": 30},
-    "measure": {"versions": 5},
-    "variants": [
-        {"strategy": {"name": "fedasync"}},
-        {"strategy": {"name": "fedavg"}},
-        {"label": "other rate", "strategy": {"name": "fedasync"}, "local": {"rate": 0.1}},
-        {"label": "by the loop", "strategy": {"name": "fedbuff", "size": 2}, "training": {"method": "loop"}},
-    ],
-}
 
 
 @pytest.fixture(scope="module")

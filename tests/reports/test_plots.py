@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from afield.reports import plots
+from afield.reports.curves import COLOURS, on_grid
 from afield.reports.load import LoadError, Run
-from afield.reports.plots import COLOURS, _colour, _dash, _gap, _moved_apart, _on_grid, accuracy, trajectories
+from afield.reports.plots import _colour, _dash, _gap, _moved_apart, accuracy, trajectories
 
 
 def run(label: str, seed: int, key: str, values: list[Any], step: float = 1.0) -> Run:
@@ -79,14 +80,14 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
 def test_curves_hold_their_value_until_their_next_point() -> None:
     first = (np.array([0.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]))
     second = (np.array([1.0, 3.0, 9.0]), np.array([10.0, 20.0, 30.0]))
-    grid, held = _on_grid([first, second])
+    grid, held = on_grid([first, second])
     # Both have a value from 1 (the second's start) to 4 (the first's end), and points at 1, 2, 3, 4.
     assert grid.tolist() == [1, 2, 3, 4]
     assert held.tolist() == [[1, 2, 2, 3], [10, 10, 20, 20]]
 
 
 def test_a_seed_that_ended_before_another_began() -> None:
-    grid, held = _on_grid([(np.array([0.0, 1.0]), np.array([5.0, 6.0])), (np.array([2.0]), np.array([7.0]))])
+    grid, held = on_grid([(np.array([0.0, 1.0]), np.array([5.0, 6.0])), (np.array([2.0]), np.array([7.0]))])
     assert (grid.tolist(), held.tolist()) == ([1.0], [[6.0], [7.0]])
 
 
@@ -148,5 +149,6 @@ def test_what_reports_import() -> None:
                 names |= {alias.name for alias in node.names}
         assert not [name for name in names if name.startswith("torch") or "pyplot" in name]
         assert not [name for name in names if name.startswith("afield.") and ".reports." not in name]
-        draws = file.name in ("plots.py", "figures.py")
+        draws = file.name in ("plots.py", "figures.py", "prints.py")
         assert draws or not [name for name in names if name.startswith("matplotlib")]
+        assert file.name == "page.py" or not [name for name in names if name.startswith("plotly")]

@@ -16,8 +16,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from afield.reports.columns import short, sparklines, to_latex, to_rich
 from afield.reports.load import RECEIPTS, Run, load
-from afield.reports.tables import Comparison, Spread, _short, compare, default_target, to_csv, to_rich
+from afield.reports.noise import Spread, apart, spread_of, student
+from afield.reports.tables import Comparison, compare, default_target, to_csv
 
 Point = tuple[float, int, float | None, float]  # time, updates, accuracy, loss
 
@@ -129,26 +131,32 @@ def test_the_table_on_the_screen(tmp_path: Path) -> None:
     lines = [line.split() for line in shown(compare(three_runs(tmp_path), 0.85)).splitlines()]
     assert [" ".join(words) for words in lines[:3]] == [
         "acc % acc %",
-        "final best final at time at 50 time stale- up- ver-",
-        "label runs acc % acc % loss 25 updates to 85 % ness dates sions",
+        "final best final at time at 50 time stale- up- ver- accuracy",
+        "label runs acc % acc % loss 25 updates to 85 % ness dates sions to 25",
     ]
     # Standard deviations of two values: half their distance times sqrt(2), as 0.08 -> 0.0566.
-    a = "a 2 84.0±5.7 85.0±7.1 0.7±0.14 85.0±7.1 85.0±7.1 20 1/2 2 55 27.5"
-    b = "b 1 86.0 86.0 0.4 70.0 10.0 40 4 200 100"
+    # The small curves, at 0, 25/11, 50/11, ...: a's mean is 0.1, 0.55 from 10 on, 0.7 from 20 on, 0.85 at 25;
+    # b's 0.1, and 0.7 from 12 on. Eighths of the range of 0.1 to 0.85: (0.55 - 0.1) / 0.75 * 8 = 4.8, and 6.4.
+    a = "a 2 84.0±5.7 85.0±7.1 0.7±0.14 85.0±7.1* 85.0±7.1* 20 1/2 2 55 27.5 ▁▁▁▁▁▅▅▅▅▇▇█"
+    b = "b 1 86.0* 86.0* 0.4* 70.0 10.0 40* 4 200 100 ▁▁▁▁▁▁▇▇▇▇▇▇"
     assert [" ".join(words) for words in lines[4:6]] == [a, b]
 
 
 def test_a_narrow_screen_has_fewer_columns_and_whole_labels(tmp_path: Path) -> None:
     found = compare(three_runs(tmp_path), 0.85)
-    # Widths: label 1, then 4, 8, 8, 8, 8, 8, 7 (20 1/2, to 85 %), 6, 5, 5 and one space before each: 78.
-    assert "best" in shown(found, 78)
-    narrow = shown(found, 77)
-    assert "loss" not in narrow  # the first to go
+    # Widths: label 1, then 4, 9, 9, 9, 9, 9, 7 (20 1/2 and its mark), 6, 5, 5, 12 and one space before each: 96.
+    assert "█" in shown(found, 96)
+    narrow = shown(found, 95)
+    assert "█" not in narrow  # the first to go
+    assert "loss" in narrow
+    narrow = shown(found, 82)  # 13 less are 83
+    assert "loss" not in narrow
     assert "sions" in narrow
-    least = shown(found, 32)  # 1 + 5 + 9 + 9 + 8
-    assert [line.split()[0] for line in least.splitlines()[-2:]] == ["a", "b"]
+    least = shown(found, 34)  # 1 + 5 + 10 + 10 + 8
+    rows = [line.split() for line in least.splitlines()]
+    assert [row[:2] for row in rows if row[-1] in ("1/2", "40*")] == [["a", "2"], ["b", "1"]]
     assert "ness" not in least
-    assert all(len(line) <= 77 for line in narrow.splitlines())
+    assert all(len(line) <= 82 for line in narrow.splitlines())
 
 
 def bold(comparison: Comparison) -> list[list[str]]:
@@ -162,8 +170,62 @@ def test_the_best_of_a_column_is_bold(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     # b is first in final and best accuracy, in loss, and in time: all of its seeds reached the target, but one
     # of two of a's, earlier though that one was.
-    assert bold(compare(runs, 0.85)) == [["85.0±7.1", "85.0±7.1"], ["86.0", "86.0", "0.4", "40"]]
+    assert bold(compare(runs, 0.85)) == [["85.0±7.1*", "85.0±7.1*"], ["86.0*", "86.0*", "0.4*", "40*"]]
     assert bold(compare(runs[:1], 0.85)) == [[]]
+
+
+def of(*values: float) -> Spread:
+    found = spread_of(values)
+    assert found is not None
+    return found
+
+
+def test_what_noise_tells_apart() -> None:
+    # scipy.stats.ttest_ind(equal_var=False) gives p = 0.288 for the first two and p = 0.006 for the second.
+    near, far = of(0.80, 0.82, 0.84), of(0.82, 0.86, 0.84)
+    assert apart(near, far) is False
+    assert apart(near, of(0.90, 0.92, 0.91)) is True
+    assert apart(near, of(0.9)) is None  # one seed
+    assert apart(of(1.0, math.nan), of(2.0, 3.0)) is None
+    assert (apart(of(4.0, 4.0), of(4.0, 4.0)), apart(of(4.0, 4.0), of(5.0, 5.0))) == (False, True)
+    # The 95 % interval of three values with std s: 4.303 s / sqrt(3).
+    assert near.margin == pytest.approx(4.303 * 0.02 / math.sqrt(3))
+    assert of(0.9).margin is None
+    assert [student(f) for f in (0.5, 1, 2.9, 30, 1000)] == [12.706, 12.706, 4.303, 2.042, 2.042]
+
+
+def test_ties_are_marked_where_noise_is_known(tmp_path: Path) -> None:
+    finals = {"best": (0.82, 0.86, 0.84), "tie": (0.80, 0.82, 0.84), "worse": (0.60, 0.61, 0.62)}
+    runs = []
+    for label, values in finals.items():
+        for seed, value in enumerate(values):
+            points = [(0.0, 0, 0.1, 2.0), (1.0, 1, value, 1.0)]
+            runs.append(write(tmp_path / f"{label}{seed}", label, seed, points, [0]))
+    lines = [" ".join(line.split()) for line in shown(compare(runs, 0.8)).splitlines()]
+    assert [line.split()[2] for line in lines[4:7]] == ["84.0±2.0*", "82.0±2.0~", "61.0±1.0"]
+    assert "~ within noise of it (Welch's t over seeds, 95 %)" in lines[7]
+    one = shown(compare(runs[::3], 0.8))
+    assert "~" not in one
+    assert "one seed: its noise is unknown" in one
+    text = to_latex(compare(runs, 0.8))
+    assert r"\textbf{84.0 \(\pm\) 2.0}" in text
+    assert r"\underline{82.0 \(\pm\) 2.0}" in text
+    assert r"worse & 61.0 \(\pm\) 1.0" in text
+    assert "Mean and standard deviation over 3 seeds. Bold: the best; underlined" in text
+    assert text.count(r"\\") == 1 + len(finals)
+    columns = text.partition(r"\begin{tabular}{")[2].partition("}")[0]
+    assert {line.count("&") for line in text.splitlines() if line.endswith(r"\\")} == {len(columns) - 1}
+
+
+def test_latex_escapes_what_it_must(tmp_path: Path) -> None:
+    run = write(tmp_path / "x", r"50%_of {a}\b & $c", 0, [(1.0, 1, 0.5, 1.0)])
+    assert r"    50\%\_of \{a\}\textbackslash{}b \& \$c & 50.0 &" in to_latex(compare([run], 0.8))
+
+
+def test_sparklines_share_a_scale() -> None:
+    # Seven of eight steps: 0.7 / 0.8 * 8 = 7; not finite: unknown.
+    assert sparklines([(0.0, 0.1, 0.2), (0.8, math.nan)]) == ["▁▂▃", "█?"]
+    assert sparklines([(1.0, 1.0), ()]) == ["▁▁", ""]
 
 
 def test_never(tmp_path: Path) -> None:
@@ -183,8 +245,8 @@ def test_losses_only(tmp_path: Path) -> None:
     assert "acc" not in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     # At time 5 b has only its start; at 4 updates a has only its start.
-    assert lines[4:6] == ["a 1 1.5e-07 1.5e-07 4 0 5 2", "b 1 0.25 4 0.25 0 4 2"]
-    assert bold(found) == [["1.5e-07", "1.5e-07"], ["0.25"]]
+    assert lines[4:6] == ["a 1 1.5e-07* 1.5e-07* 4 0 5 2 ███████████▁", "b 1 0.25 4 0.25* 0 4 2 ████████████"]
+    assert bold(found) == [["1.5e-07*", "1.5e-07*"], ["0.25*"]]
 
 
 def test_it_fits_a_hundred_columns(tmp_path: Path) -> None:
@@ -217,4 +279,4 @@ def test_csv_has_every_digit(tmp_path: Path) -> None:
     [(0.0, "0"), (0.12345, "0.123"), (99.96, "100"), (999.6, "1000"), (9876.0, "9876"), (12345.0, "12.3k")],
 )
 def test_short_numbers(number: float, text: str) -> None:
-    assert _short(number) == text
+    assert short(number) == text

@@ -401,7 +401,7 @@ class Earliest(Adds):
             if kind == ARRIVE and what in sim.flights and what not in sim.results and when <= horizon
         ]
         assert all(when >= sim.now for when, _, _ in waiting)
-        due = [tasks[0].number, *(number for _, _, number in sorted(waiting))]
+        due = [number for _, _, number in sorted(waiting)]
         assert [task.number for task in tasks] == due[: max(1, sim.block - len(sim.results))]
         return super().train(tasks, bases, corrections)
 

@@ -13,9 +13,9 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 
 
-def crashed(kills: int, seed: int, folder: Path) -> dict[str, int]:
+def crashed(kills: int, seed: int, folder: Path, *how: str) -> dict[str, int]:
     found = subprocess.run(
-        [sys.executable, str(HERE / "crashing.py"), str(kills), str(seed), str(folder)],
+        [sys.executable, str(HERE / "crashing.py"), str(kills), str(seed), str(folder), *how],
         capture_output=True,
         text=True,
         timeout=600,
@@ -37,3 +37,8 @@ def test_nothing_that_was_acknowledged_is_lost_or_counts_twice(tmp_path: Path) -
     assert counts["acknowledged"] == counts["servers"] * 36
     for wrong in ("lost", "twice", "wrong receipts", "other models", "failed"):
         assert counts.get(wrong, 0) == 0, wrong
+
+
+@pytest.mark.slow
+def test_the_harness_notices_a_server_that_acknowledges_before_it_syncs(tmp_path: Path) -> None:
+    assert crashed(20, 0, tmp_path, "careless")["lost"] > 3

@@ -238,7 +238,7 @@ def test_after_a_restart_the_generation_before_still_has_its_rows(tmp_path: Path
     acts = acts_of(strategy, UPDATES)
     server, _ = whole(strategy, tmp_path / "whole")
     folder = tmp_path / "run"
-    with left(durable(strategy, folder, table="disk", every=6)) as door:
+    with left(durable(strategy, folder, table="disk", every=3)) as door:
         live(door, acts, until=len(acts) - 24)
     with left(durable(strategy, folder, table="disk", every=1000)) as door:
         live(door, acts)

@@ -49,19 +49,28 @@ def test_the_second_is_told_the_process_and_host_of_the_first_and_takes_over_whe
 
 
 def test_a_child_does_not_keep_the_folder_of_a_parent_that_is_gone(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    with Owner(tmp_path):
-        pid = os.fork()
-        if pid == 0:
-            os.write(writing, b"here")
-            signal.pause()
-            os._exit(1)
-        assert os.read(reading, 4) == b"here"
+    begun, (reading, writing) = os.pipe(), os.pipe()
+    parent = os.fork()
+    if parent == 0:  # takes the folder, leaves a child behind, and dies
+        with Owner(tmp_path):
+            if os.fork() == 0:
+                os.close(writing)
+                os.write(begun[1], b"%d" % os.getpid())
+                os.read(reading, 1)  # until the test closes its end
+            os._exit(0)
+    assert os.waitpid(parent, 0)[1] == 0
+    child = int(os.read(begun[0], 20))  # it lives, and has inherited what was open
     try:
-        with Owner(tmp_path):  # the child lives, and has inherited what was open
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        with Owner(tmp_path):
+            os.kill(child, 0)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(reading)
-        os.close(writing)
+        for end in (reading, writing, *begun):
+            os.close(end)
+
+
+def test_what_is_let_go_is_free_at_once_whoever_has_it_open(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    with owner:
+        other = os.dup(owner.fd)  # as a child has it until its fork is complete
+    with Owner(tmp_path):
+        os.close(other)

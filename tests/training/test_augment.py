@@ -18,10 +18,12 @@ from afield.core.keys import Stream, mix
 from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData, ListedData
 from afield.training.augment import PADDING, augmented, moves
-from afield.training.block import BlockTrainer, joined
+from afield.training.block import BlockTrainer
 from afield.training.choose import Training, trainer
-from afield.training.cuda import GraphTrainer, StreamTrainer
+from afield.training.cuda import GraphTrainer
+from afield.training.deal import joined
 from afield.training.local import Local, LoopTrainer
+from afield.training.streams import StreamTrainer
 from afield.training.workers import WorkersTrainer
 
 SEED = 9

@@ -10,8 +10,9 @@ import click
 import typer
 
 import afield
-from afield.cli import advise, catalogue, papers, run
+from afield.cli import advise, catalogue, look, papers, run, serve, track
 from afield.core.errors import InputError
+from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
 
 INTERRUPTED = 130  # what typer gives for Ctrl-C
@@ -40,10 +41,20 @@ def _all(
 
 
 app.command("run")(run.run)
+app.command("resume")(run.resume)
 app.command("compare")(run.compare)
+app.command("report")(look.report)
+app.command("figure")(look.figure)
 app.command("reproduce")(papers.reproduce)
 app.command("tune")(papers.tune)
 app.command("advise")(advise.advise)
+app.command("track")(track.track)
+app.command("serve")(serve.serve)
+app.command("join")(serve.join)
+app.command("status")(serve.status)
+app.command("promote")(serve.promote)
+app.command("rollback")(serve.rollback)
+app.add_typer(serve.tokens, name="token")
 app.command("list")(catalogue.catalogue)
 app.command("doctor")(catalogue.doctor)
 
@@ -54,6 +65,8 @@ def main() -> None:
         status = app(prog_name="afield", standalone_mode=False) or 0
     except click.ClickException as error:
         _stop(_usage(error), error.exit_code)
+    except StoppedError as error:
+        _stop(str(error), INTERRUPTED)
     except (InputError, LoadError, OSError) as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise

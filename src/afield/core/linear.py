@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class TaskWeights:
     Each update has a column of its own for as long as the state holds anything of it. A client's share of the model
     is its part of the sum of |weight| over all steps so far: how much of all that was applied came from it.
     """
+
+    changes: ClassVar[tuple[str, ...]] = ("state", "free", "columns", "newest", "step", "applied")
 
     def __init__(self, strategy: Any, clients: int) -> None:
         self.rule = _exact(strategy)
@@ -105,6 +107,8 @@ class ClientWeights:
     c_i. With MR.AsyncFL and TWAFL that is the coefficient of its cached model, with FedAsync the sum over its models
     of a times the product of (1 - a) since.
     """
+
+    changes: ClassVar[tuple[str, ...]] = ("state",)
 
     def __init__(self, strategy: Any, clients: int) -> None:
         self.rule = _exact(strategy)

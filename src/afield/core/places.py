@@ -72,13 +72,6 @@ def place(state: Any, kind: str, folder: Path | None = None, generation: int = 0
                 table.file.open(generation)
 
 
-def discard(state: Any) -> None:
-    """Remove the files of a run that is over; the rows can be read as long as the process lives."""
-    for _, table in tables(state):
-        if table.file is not None and table.file.at is not None and table.file.folder is not None:
-            Path(table.file.at.path).unlink(missing_ok=True)
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes that a table could take: of the device, or of the machine and the group that this process is in."""
     if device.type == "cuda":

@@ -16,6 +16,7 @@ from afield.core.errors import InputError, closest, one_of, within
 from afield.core.places import KINDS
 from afield.core.protocols import Availability, Delay, Partition, Strategy
 from afield.experiments.codec import Table, assign, decode, dumps, encode, merge
+from afield.experiments.trackers import Log
 from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import AVAILABILITIES, Always
 from afield.scenarios.data import DATA, Dataset, Digits
@@ -70,16 +71,31 @@ REGISTRIES: dict[Any, Mapping[str, type]] = {
 class Scenario:
     """Who has which data, how slow, when present."""
 
-    clients: int = 50
-    data: Source = Digits()
-    partition: Partition = Dirichlet()
-    delay: Delay = Speeds()
-    availability: Availability = Always()
+    clients: int = 50  # how many
+    data: Source = Digits()  # what there is to learn
+    partition: Partition = Dirichlet()  # who has which of it
+    delay: Delay = Speeds()  # how long a task takes
+    availability: Availability = Always()  # who is present when
     scheduler: AnyScheduler = All()  # for strategies that use updates as they arrive
     rounds: AnyRounds = Cohort()  # for strategies that work in rounds
 
     def __post_init__(self) -> None:
         within("clients", self.clients, 1, math.inf)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How often a run is saved, so that it can be taken up (experiments/keep.py)."""
+
+    seconds: float = (
+        10.0  # at the least between two; longer where they take long. inf: only when it is stopped
+    )
+    versions: int | None = None  # also after so many versions
+
+    def __post_init__(self) -> None:
+        within("seconds", self.seconds, 0, math.inf)
+        if self.versions is not None:
+            within("versions", self.versions, 1, math.inf)
 
 
 @dataclass(frozen=True)
@@ -93,9 +109,10 @@ class Runtime:
     table: str = "auto"  # where a strategy keeps a vector per client: "memory" or "disk" (core/places.py)
     model: bool = True  # whether the trained model is kept in the run folder
     receipts: bool = True  # likewise the log of updates, which needs pyarrow
+    snapshots: Saving = Saving()
 
     def __post_init__(self) -> None:
-        one_of("name", self.name, ("simulator",))
+        one_of("name", self.name, ("simulator", "service"))
         one_of("table", self.table, KINDS)
         for name in ("threads", "block"):
             if getattr(self, name) is not None:
@@ -107,10 +124,10 @@ class Config:
     """One run."""
 
     format: int = FORMAT
-    label: str = ""
-    seed: int = 0
-    strategy: Strategy = FedBuff()
-    model: Model = Mlp()
+    label: str = ""  # what tables and pictures call it; empty: the strategy's name
+    seed: int = 0  # of all that is drawn
+    strategy: Strategy = FedBuff()  # the server's rule
+    model: Model = Mlp()  # the network
     local: Local = Local()
     training: Training = Training()
     scenario: Scenario = Scenario()
@@ -118,6 +135,7 @@ class Config:
     measure: Measuring = Measuring(versions=10)
     stop: Stop = Stop(updates=1000)
     runtime: Runtime = Runtime()
+    log: Log = Log()
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -147,10 +165,10 @@ class Sweep:
 class Experiment:
     """Several runs that belong together: variants times seeds of one table, and the picture they make."""
 
-    name: str = "experiment"
-    figure: str = "accuracy"
-    target: float | None = None
-    seeds: tuple[int, ...] = (0,)
+    name: str = "experiment"  # of the folder, in runs/
+    figure: str = "accuracy"  # or "trajectories", of the data "quadratic"
+    target: float | None = None  # the accuracy whose time the table reports
+    seeds: tuple[int, ...] = (0,)  # every variant runs with each
     sweep: Sweep = Sweep()
     runs: tuple[Config, ...] = field(default=())
 
@@ -311,6 +329,14 @@ def load_class(name: str) -> type:
         _LOADED[key] = found
         _NAMES[found] = name
     return _LOADED[key]
+
+
+def load_module(name: str) -> type:
+    """A network's class from a file of the user's: FILE.py:CLASS. This runs the file, too."""
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise InputError(f"--model {name} is not FILE.py:CLASS of a file that is there")
+    return _imported(Path(path), attribute)
 
 
 def _imported(file: Path, attribute: str) -> type:

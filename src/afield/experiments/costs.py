@@ -43,6 +43,9 @@ class Timed:
         self.seconds += time.perf_counter() - began
         self.count += 1
 
+    def told(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("count", "seconds", "asked", "asking")}
+
 
 def _settle(tensor: Tensor) -> None:
     """A GPU works behind the clock's back."""
@@ -52,6 +55,8 @@ def _settle(tensor: Tensor) -> None:
 
 class Tally:
     """Adds up the receipts of one run."""
+
+    _CHANGES = ("_staleness", "_refused", "_held")
 
     def __init__(self, simulator: Simulator, together: int = 1) -> None:
         self._simulator = simulator
@@ -70,13 +75,33 @@ class Tally:
             self._clients.add(receipt.client)
             self._staleness += receipt.staleness
 
+    def picture(self) -> dict[str, Any]:
+        """What was added up so far, for a snapshot."""
+        found = {name: getattr(self, name) for name in self._CHANGES}
+        found |= {"clients": torch.tensor(sorted(self._clients)), "wall": self._wall()}
+        distiller = self._simulator.server.distiller
+        return found | ({"distiller": dict(distiller.told())} if isinstance(distiller, Timed) else {})
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        for name in self._CHANGES:
+            setattr(self, name, found[name])
+        self._clients = set(found["clients"].tolist())
+        self._began = time.perf_counter() - found["wall"]
+        distiller = self._simulator.server.distiller
+        if isinstance(distiller, Timed):
+            for name, value in found["distiller"].items():
+                setattr(distiller, name, value)
+
+    def _wall(self) -> float:
+        return time.perf_counter() - self._began
+
     def summary(self) -> dict[str, Any]:
         simulator = self._simulator
         server, device = simulator.server, simulator.server.state.params.device
         cuda = device.type == "cuda"
         found: dict[str, Any] = {
             "ended": simulator.ended,
-            "wall": time.perf_counter() - self._began,  # of all that went together
+            "wall": self._wall(),  # of all that went together
             "together": self._together,
             "updates": simulator.updates,
             "versions": server.version,

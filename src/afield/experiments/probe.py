@@ -20,7 +20,8 @@ from afield.core.flat import Layout
 from afield.core.protocols import Strategy
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.experiments.config import Config
-from afield.experiments.run import PROBES, dealt, load_data
+from afield.experiments.people import PROBES
+from afield.experiments.run import dealt, load_data
 from afield.runtimes.simulate import assemble
 from afield.runtimes.simulator import Measurement
 from afield.runtimes.terms import Stop

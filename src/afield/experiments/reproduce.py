@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from afield.core.errors import InputError
-from afield.experiments.config import Config, Sweep, config
-from afield.experiments.folder import SUMMARY
+from afield.experiments.config import Config, Sweep
+from afield.experiments.folder import STORE
+from afield.experiments.keep import Asking, clear, finished, stoppable, stored
+from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
 from afield.experiments.run import prepare, run
 from afield.experiments.sweep import prepare_all, run_together
@@ -63,7 +64,7 @@ def reproduce(
     parts += ["--device", device] if device else []
     parts += ["--data", "DIR"] if data is not None else []
     parts += ["--stand-in"] if stand_in else []
-    parts += [word for setting in settings for word in ("--set", setting)]
+    chosen = [word for setting in settings for word in ("--set", setting)]
     with data_folder(data):
         return carry_out(
             preset,
@@ -74,9 +75,27 @@ def reproduce(
             stand_in=stand_in,
             only=only,
             collect=collect,
-            command=shlex.join(parts),
+            command=shlex.join(parts + chosen),
+            again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in),
             say=say,
         )
+
+
+def going_on(
+    parts: Sequence[str],
+    folder: Path,
+    seeds: Sequence[int] | None,
+    only: Sequence[str],
+    device: str | None,
+    data: Path | None,
+    stand_in: bool,
+) -> str:
+    """The command that goes on with what was stopped, here: the one in a result names no folder of a machine."""
+    given = {"--out": folder, "--device": device, "--data": data}
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
+    words += [word for label in only for word in ("--only", label)]
+    return shlex.join([*parts, *words, *(["--stand-in"] if stand_in else [])])
 
 
 def carry_out(
@@ -90,9 +109,10 @@ def carry_out(
     only: Sequence[str] = (),
     collect: bool = False,
     command: str = "",
+    again: str = "",
     say: Say = print,
 ) -> Path:
-    """The runs of a preset into `folder`, then its result."""
+    """The runs of a preset into `folder`, then its result. `again`: what to type where this is stopped."""
     cells = preset.cells(scale)
     light = ["runtime.model=false"]  # 45 MB each, and no table shows them
     if importlib.util.find_spec("pyarrow") is None:
@@ -108,10 +128,11 @@ def carry_out(
         for number, seed in enumerate(seeds)
         for cell in chosen
     ]
-    missing = [job for job in wanted if not (job.folder / SUMMARY).is_file()]
+    missing = [job for job in wanted if not finished(job.folder)]
     if wanted:
         say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
-    _run(missing, preset.sweep(scale), say)
+    with stoppable(again) as asking:
+        _run(_groups(wanted, preset.sweep(scale), folder / STORE), folder / STORE, asking, say)
     if importlib.util.find_spec("pyarrow") is None:
         say(f"no pyarrow here: make the result elsewhere by {command} --out {folder} --collect")
         return folder
@@ -161,11 +182,11 @@ def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], fold
         raise InputError(f"{folder} exists and holds no reproduction: choose another --out, or remove it")
     for cell in cells:
         for place in sorted((folder / cell.folder).glob("seed-*")):
-            if not (place / SUMMARY).is_file():
+            if not finished(place):
                 continue  # it was stopped
-            stored = config(tomllib.loads((place / "config.toml").read_text(encoding="utf-8")))
-            wanted = replace(configs[cell.folder][0], seed=stored.seed)
-            if difference := _difference(wanted, stored):
+            there = stored(place)
+            wanted = replace(configs[cell.folder][0], seed=there.seed)
+            if difference := _difference(wanted, there):
                 raise InputError(
                     f"{place} was run with {difference}: choose another --out, or remove what is there"
                 )
@@ -173,7 +194,7 @@ def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], fold
 
 def _difference(wanted: Config, stored: Config) -> str:
     """The first key in which a stored run differs, other than by what its machine decides."""
-    wanted = replace(wanted, runtime=stored.runtime)
+    wanted = replace(wanted, runtime=stored.runtime, log=stored.log)
     if wanted.training.method == "auto":
         wanted = replace(wanted, training=wanted.training.by(stored.training.method))
     ours, theirs = _flat(wanted.table()), _flat(stored.table())
@@ -226,24 +247,56 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
 # -- the runs ---------------------------------------------------------------------------------------
 
 
-def _run(jobs: Sequence[Job], sweep: Sweep, say: Say) -> None:
+def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path) -> list[list[Job]]:
+    """What is missing, in the groups that go together; a group that was stopped goes on first, as it was."""
+    places = {os.path.relpath(job.folder, store.parent): job for job in wanted}
+    names = stopped_group(store)
+    first = [places[name] for name in names if name in places]
+    if len(first) < len(names) or not all(_same(job) for job in first):
+        first = []  # other runs, or others of the same name
+    rest = [job for job in wanted if job not in first and not finished(job.folder)]
+    for job in wanted:
+        if finished(job.folder) and job not in first:
+            clear(job.folder / STORE)
     width = sweep.limit if sweep.together else 1
-    done, began = 0, time.perf_counter()
-    for start in range(0, len(jobs), width):
-        group = jobs[start : start + width]
-        for job in group:
-            shutil.rmtree(job.folder, ignore_errors=True)  # a stopped run cannot be taken up in its middle
+    return ([first] if first else []) + [rest[start : start + width] for start in range(0, len(rest), width)]
+
+
+def _same(job: Job) -> bool:
+    """Whether a run that was begun is the one that is wanted."""
+    try:
+        there = stored(job.folder)
+    except InputError:  # it never began, or another afield began it
+        return False
+    return there.runtime.device == job.config.runtime.device and not _difference(job.config, there)
+
+
+def _run(groups: Sequence[list[Job]], store: Path, asking: Asking, say: Say) -> None:
+    done, began, total = 0, time.perf_counter(), sum(map(len, groups))
+    for group in groups:
+        # what was trained in common blocks can only go on as it was; a run alone by its own store
+        names = [os.path.relpath(job.folder, store.parent) for job in group]
+        again = _same(group[0]) if len(group) == 1 else names == stopped_group(store)
+        configs = [stored(job.folder) if again else job.config for job in group]
+        if not again:
+            for job in group:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            if len(group) > 1:
+                shutil.rmtree(store, ignore_errors=True)
+        prepared = prepare_all(configs) if len(group) > 1 else [prepare(configs[0])]
         if len(group) == 1:
-            prepared = [prepare(group[0].config)]
-            rows: Any = ((0, row) for row in run(prepared[0], group[0].folder))
+            alone = run(prepared[0], group[0].folder, again=again, asking=asking)
+            rows: Any = ((0, row) for row in alone)
         else:
-            prepared = prepare_all([job.config for job in group])
-            rows = run_together(prepared, [job.folder for job in group])
+            places = [job.folder for job in group]
+            rows = run_together(prepared, places, store, again=again, asking=asking)
         last = {number: row for number, row in rows if isinstance(row, Measurement)}
         for number, job in enumerate(group):
             done += 1
+            if number not in last:
+                continue  # it was finished when the others were stopped
             spent = time.perf_counter() - began
-            text = f"[{done}/{len(jobs)}] {job.config.label}, seed {job.config.seed}: {_told(last[number])}"
+            text = f"[{done}/{total}] {job.config.label}, seed {job.config.seed}: {_told(last[number])}"
             ended = prepared[number].simulator.ended
             if ended not in ("time", "updates", "versions", "accuracy"):
                 text += f", ended early: {ended}"

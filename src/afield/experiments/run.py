@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,23 +13,25 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError
 from afield.core.flat import Layout
-from afield.core.places import choose, discard
-from afield.core.types import Receipt, Scene
+from afield.core.places import choose
+from afield.core.types import Receipt
 from afield.experiments.config import Config, Source
-from afield.experiments.costs import Tally, Timed
-from afield.experiments.folder import RunFolder
+from afield.experiments.costs import Timed
+from afield.experiments.folder import STORE
+from afield.experiments.keep import Asking, Record, StoppedError, kept
 from afield.experiments.kin import Kin
+from afield.experiments.people import halves, people
 from afield.experiments.texts import More, tokenised
+from afield.experiments.trackers import check
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
-from afield.runtimes.simulator import Measurement, Simulator
+from afield.runtimes.simulator import Measurement, Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset
 from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer
+from afield.training.choose import choose as method_for
 from afield.training.evaluate import Evaluate
 from afield.training.local import check_fits
 from afield.training.models import Model, build
-
-PROBES = 8  # tasks per client whose mean duration says who is fast
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Prepared:
     config: Config
     module: nn.Module
     simulator: Simulator
+    people: dict[str, Any] | None = None  # what clients.json says
+
+    def record(self, folder: Path, together: int = 1) -> Record:
+        return Record(self.config, self.module, self.simulator, folder, together, self.people)
 
 
 def prepare(config: Config, kin: Kin | None = None) -> Prepared:
@@ -51,6 +56,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     device = config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
+    check(config.log)
     dataset, model, more = load_data(config)
     parts, targets = dealt(config, dataset)
     if kin is None:
@@ -61,8 +67,12 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
-    groups = _groups(config, dataset, data)
-    alike = (dataset, config.model, config.training, device)
+    groups = halves(config, dataset, data)
+    # by what "auto" stands for, as the config of a run that is taken up names it
+    training = config.training
+    if training.method == "auto":
+        training = training.by(method_for(module, device))
+    alike = (dataset, config.model, training, device)
     if kin is not None and alike in kin.evaluators:
         evaluator = kin.evaluators[alike].sibling(groups)
     else:
@@ -80,7 +90,7 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         )
     # a label that a partition has changed makes another pool, unless that has room for both
     pool = (id(data.inputs), id(data.targets))
-    key = (pool, dataset.loss, config.model, config.local, config.training, device)
+    key = (pool, dataset.loss, config.model, config.local, training, device)
     trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
     by = trainers[key].sibling(data, config.seed) if key in trainers else None
     simulator = assemble(
@@ -118,47 +128,33 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
         training=config.training.by(method),
         runtime=replace(config.runtime, threads=count, block=block, table=table),
     )
-    return Prepared(config, module, simulator)
+    told = people(config, dataset, data, relabelled=targets is not dataset.targets)
+    return Prepared(config, module, simulator, told)
 
 
-def run(prepared: Prepared, folder: Path) -> Generator[Receipt | Measurement]:
-    """Run into a new folder, yielding each row after it was written."""
-    with written(prepared, folder) as write, threads(prepared.config.runtime.threads or 1):
-        for row in prepared.simulator.rows():
-            write(row)
-            yield row
+def run(
+    prepared: Prepared, folder: Path, *, again: bool = False, asking: Asking | None = None
+) -> Generator[Receipt | Measurement]:
+    """Run into a new folder, yielding each row after it was written.
 
-
-@contextmanager
-def written(
-    prepared: Prepared, folder: Path, together: int = 1
-) -> Generator[Callable[[Receipt | Measurement], None]]:
-    """A new run folder: gives a function that takes its rows; ends with the summary where the run came to its end."""
-    runtime = prepared.config.runtime
-    into = RunFolder(folder, prepared.config.toml(), runtime.receipts)
-    prepared.simulator.server.keep_tables(runtime.table, into.store)
-    tally = Tally(prepared.simulator, together)
-
-    def write(row: Receipt | Measurement) -> None:
-        if isinstance(row, Measurement):
-            into.metric(row.row())
-            if row.clients is not None:
-                into.diagnosis({"version": row.version, "time": row.time, **row.clients})
-        else:
-            tally.add(row)
-            into.receipt(row)
-
-    finished = False
-    try:
-        yield write
-        finished = True
-    finally:
-        module = prepared.module
-        if finished and runtime.model:
-            Layout.of(module).load(prepared.simulator.server.model().cpu(), module)
-        into.close(module if finished and runtime.model else None, tally.summary() if finished else None)
-        if finished:
-            discard(prepared.simulator.server.state)
+    `again`: go on in a folder whose run was stopped. `asking`: stops where that is asked, all saved.
+    """
+    simulator, record = prepared.simulator, prepared.record(folder)
+    with (
+        kept([record], folder / STORE, again) as keeping,
+        threads(prepared.config.runtime.threads or 1),
+    ):
+        for row in simulator.walk():
+            if isinstance(row, Wanted):  # before a block: the fewest results are waiting
+                keeping.save()
+            else:
+                record.write(row)
+                yield row
+            if asking is not None and asking.asked and simulator.still:
+                keeping.save()
+                raise StoppedError
+            simulator.pausing = keeping.due()
+        record.close(finished=True)
 
 
 def load_data(config: Config) -> tuple[Dataset, Model, More | None]:
@@ -191,24 +187,3 @@ def dealt(config: Config, dataset: Dataset) -> tuple[list[Tensor], Tensor]:
             f"partition {name} changes labels, and these texts have none: choose iid or dirichlet"
         )
     return parts, dataset.targets
-
-
-def _groups(config: Config, dataset: Dataset, data: ClientData) -> dict[str, Tensor] | None:
-    """The label mix of the faster and of the slower half of the clients."""
-    if dataset.loss != "cross-entropy" or len(data.parts) < 2:
-        return None
-    work = [config.local.work(client, size) for client, size in enumerate(data.sizes)]
-    duration = config.scenario.delay.bind(Scene(config.seed, data.sizes, work))
-    means = [sum(duration(client, count) for count in range(PROBES)) for client in range(len(data.parts))]
-    order = sorted(range(len(means)), key=lambda client: means[client])
-    half = len(order) // 2
-    return {
-        "fast": _mix(data, order[:half], dataset.classes),
-        "slow": _mix(data, order[half:], dataset.classes),
-    }
-
-
-def _mix(data: ClientData, clients: list[int], classes: int) -> Tensor:
-    labels = torch.cat([data.targets[data.parts[client]] for client in clients])
-    counts = torch.bincount(labels, minlength=classes)
-    return counts / counts.sum()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from afield.core.types import LocalResult, Receipt
 from afield.experiments.config import Config
+from afield.experiments.folder import STORE
+from afield.experiments.keep import Asking, StoppedError, kept
 from afield.experiments.kin import Kin
-from afield.experiments.run import Prepared, prepare, written
+from afield.experiments.run import Prepared, prepare
 from afield.runtimes.simulate import threads
 from afield.runtimes.simulator import Measurement, Wanted
-from afield.training.block import BlockTrainer, joined
+from afield.training.block import BlockTrainer
+from afield.training.deal import joined
 
 ROOM = 2**29  # bytes of models in one common block; more gain nothing and leave the caches
 
@@ -24,21 +26,25 @@ def prepare_all(configs: Sequence[Config]) -> list[Prepared]:
 
 
 def run_together(
-    runs: Sequence[Prepared], folders: Sequence[Path]
+    runs: Sequence[Prepared],
+    folders: Sequence[Path],
+    store: Path | None = None,
+    *,
+    again: bool = False,
+    asking: Asking | None = None,
 ) -> Generator[tuple[int, Receipt | Measurement]]:
     """Run all into new folders, yielding (which run, row) after each row was written.
 
     Every run goes on until it needs training; then all that wait are trained at once. What comes out is what each
-    run gives alone: the same event log, the same models up to rounding.
+    run gives alone: the same event log, the same models up to rounding. Snapshots of all are taken at such a
+    moment, into one `store`; `again` and `asking` are those of `run`.
     """
-    with ExitStack() as stack:
-        own = [stack.enter_context(ExitStack()) for _ in runs]
-        write = [
-            ends.enter_context(written(run, place, len(runs)))
-            for ends, run, place in zip(own, runs, folders, strict=True)
-        ]
-        stack.enter_context(threads(max(run.config.runtime.threads or 1 for run in runs)))
-        alive = {number: run.simulator.steps() for number, run in enumerate(runs)}
+    records = [run.record(place, len(runs)) for run, place in zip(runs, folders, strict=True)]
+    with (
+        kept(records, store or folders[0].parent / STORE, again) as keeping,
+        threads(max(run.config.runtime.threads or 1 for run in runs)),
+    ):
+        alive = {n: run.simulator.steps() for n, run in enumerate(runs) if records[n].into is not None}
         results: dict[int, Sequence[LocalResult] | None] = dict.fromkeys(alive)
         while alive:
             waiting: dict[int, Wanted] = {}
@@ -48,14 +54,19 @@ def run_together(
                         row = steps.send(results[number])
                     except StopIteration:
                         del alive[number]
-                        own[number].close()  # finished, whatever becomes of the others
+                        records[number].close(finished=True)  # whatever becomes of the others
                         break
                     results[number] = None
                     if isinstance(row, Wanted):
                         waiting[number] = row
                     else:
-                        write[number](row)
+                        records[number].write(row)
                         yield number, row
+            asked = asking is not None and asking.asked
+            if alive and (keeping.empty or asked or keeping.due()):
+                keeping.save()
+                if asked:
+                    raise StoppedError
             results.update(_trained(runs, waiting))
 
 

@@ -13,7 +13,7 @@ from afield.core.errors import InputError, closest, one_of
 from afield.experiments.codec import assign, dumps
 from afield.experiments.config import presets, read
 from afield.experiments.paper import Entry, Paper, Preset, preset
-from afield.experiments.reproduce import Say, carry_out, data_folder
+from afield.experiments.reproduce import Say, carry_out, data_folder, going_on
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def tune(
             settings=[*settings, *([f"runtime.device={device}"] if device else [])],
             stand_in=stand_in or scale == "smoke",
             command=shlex.join(parts),
+            again=going_on(parts, folder, seeds, only, device, data, stand_in),
             say=say,
         )
     return folder, _best(folder, by)

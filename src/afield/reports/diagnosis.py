@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from afield.reports.curves import Axis, Curve, axis
 from afield.reports.load import LoadError, Run
-from afield.reports.plots import Axis, Curve, Panel, axis, panels
+from afield.reports.plots import Panel, panels
 
 Points = list[tuple[float, float]]
 TERMS = {

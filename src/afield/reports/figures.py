@@ -12,9 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from afield.reports.curves import Floats, on_grid
 from afield.reports.load import LoadError, Run
 from afield.reports.papers import Outcome, Place
-from afield.reports.plots import INK, Floats, _colour, _dash, _dress, _on_grid, _save, trajectories
+from afield.reports.plots import INK, _colour, _dash, _dress, _save, trajectories
 from afield.reports.quantities import quantity
 
 # name -> (key of a metrics row, factor, title); a communication is a model sent or received by the server
@@ -122,7 +123,7 @@ def _curve(panel: Axes, runs: Sequence[Run], x: str, y: str, number: int) -> flo
             curves.append((points, np.array([row[y] for row in rows], float)))
     if not curves:
         return 0.0
-    grid, held = _on_grid(curves)
+    grid, held = on_grid(curves)
     mean, std = held.mean(axis=0), held.std(axis=0, ddof=1) if len(curves) > 1 else 0.0
     panel.plot(grid, mean, color=_colour(number), linestyle=_dash(number), linewidth=1.4, zorder=3)
     if len(curves) > 1:

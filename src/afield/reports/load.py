@@ -75,6 +75,16 @@ class Run:
         file = self.folder / "diagnostics.jsonl"
         return list(_read_rows(file, self.finished, ("version", "time"))) if file.is_file() else []
 
+    @cached_property
+    def clients(self) -> dict[str, Any]:
+        """What was known of each client before the run: examples, duration, labels; empty where not recorded."""
+        return _read_object(self.folder / "clients.json") or {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """What the run ran on; empty where not recorded."""
+        return _read_object(self.folder / "environment.json") or {}
+
     def series(self, key: str) -> list[dict[str, Any]]:
         """The evaluations that have a number at `key`."""
         return [row for row in self.metrics if isinstance(row.get(key), int | float)]
@@ -84,7 +94,7 @@ def load(folder: str | Path) -> Run:
     """The run in `folder`. A run that was stopped, or still goes on, loads with `finished=False`."""
     folder = Path(folder)
     config = _read_config(folder / "config.toml")
-    summary = _read_summary(folder / "summary.json")
+    summary = _read_object(folder / "summary.json")
     finished = summary is not None
     metrics = list(_read_rows(folder / "metrics.jsonl", finished, _POSITIONS))
     return Run(folder, config["label"], config["seed"], config, metrics, finished, summary or {})
@@ -130,8 +140,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _read_summary(file: Path) -> dict[str, Any] | None:
-    """What a run wrote at its end; None where it has not ended."""
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is no such file."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

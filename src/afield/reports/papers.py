@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from afield.reports.load import LoadError, Run, load
+from afield.reports.noise import Spread, spread_of
 from afield.reports.quantities import ALWAYS, QUANTITIES, Quantity, quantity
 from afield.reports.ranking import Number, Ranking, compare
-from afield.reports.tables import Spread, spread_of
 
 NOTHING = "-"
 

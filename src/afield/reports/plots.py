@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,27 +14,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter
-from numpy.typing import NDArray
 
+from afield.reports.curves import COLOURS, Axis, Curve, Floats, axis, curve, on_grid
 from afield.reports.load import LoadError, Run
 
-Floats = NDArray[np.float64]
-Curve = tuple[Floats, Floats]
-
-# Okabe and Ito (2008), told apart with any kind of colour vision; their yellow is left out, which
-# cannot be seen as a thin line on white. Beyond seven labels the dash pattern changes as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 INK, FAINT = "#333333", "#DDDDDD"
-GRID_POINTS = 400  # about one per two pixels of a 7 inch picture
-
-Axis = Literal["time", "updates", "versions", "wall"]
-_AXES: dict[str, tuple[str, str]] = {
-    "time": ("time", "virtual time"),
-    "updates": ("updates", "accepted updates"),
-    "versions": ("version", "version"),
-    "wall": ("wall", "wall time (s)"),
-}
 
 
 def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: float | None = None) -> None:
@@ -45,7 +30,7 @@ def accuracy(runs: Sequence[Run], path: str | Path, x: Axis = "time", target: fl
     figure, (axes,) = _canvas(1, (7.0, 4.2))
     ends: dict[str, tuple[float, float]] = {}
     for i, (label, group) in enumerate(groups.items()):
-        grid, held = _on_grid([_curve(run, key, y) for run in group])
+        grid, held = on_grid([curve(run, key, y) for run in group])
         mean = held.mean(axis=0)
         axes.plot(grid, mean, color=_colour(i), linestyle=_dash(i), linewidth=1.6, zorder=3)
         if len(group) > 1:
@@ -91,7 +76,7 @@ def trajectories(
     _landmarks(left, centres, best, starts[0])
 
     for i, group_ways in enumerate(ways.values()):
-        grid, held = _on_grid(
+        grid, held = on_grid(
             [(rounds, _gap(points, matrices, centres, best)) for rounds, points in group_ways]
         )
         low, middle, high = np.quantile(held, [0.25, 0.5, 0.75], axis=0)
@@ -127,7 +112,7 @@ def panels(labels: Sequence[str], wanted: Sequence[Panel], path: str | Path, x: 
         for style, curves in enumerate(panel.styles):
             for i, seeds in enumerate(curves):
                 if seeds:
-                    grid, held = _on_grid(seeds)
+                    grid, held = on_grid(seeds)
                     dash = DASHES[2] if style else _dash(i)
                     axes.plot(grid, held.mean(axis=0), color=_colour(i), linestyle=dash, linewidth=1.3)
         if not axes.lines:
@@ -148,13 +133,6 @@ def panels(labels: Sequence[str], wanted: Sequence[Panel], path: str | Path, x: 
 # -- the parts that all share ------------------------------------------------------------------------
 
 
-def axis(x: Axis) -> tuple[str, str]:
-    """The key of a row that an axis shows, and its title."""
-    if x not in _AXES:
-        raise ValueError(f"x = {x!r} is not known; choose from {', '.join(_AXES)}")
-    return _AXES[x]
-
-
 def _canvas(panels: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -169,9 +147,9 @@ def _dress(panel: Axes) -> None:
     panel.tick_params(labelsize=8, color=INK, labelcolor=INK)
     panel.grid(axis="y", color=FAINT, linewidth=0.6)
     panel.set_axisbelow(True)
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.label.set_fontsize(9)
-        axis.label.set_color(INK)
+    for side in (panel.xaxis, panel.yaxis):
+        side.label.set_fontsize(9)
+        side.label.set_color(INK)
 
 
 def _save(figure: Figure, path: str | Path) -> None:
@@ -198,28 +176,6 @@ def _colour(i: int) -> str:
 
 def _dash(i: int) -> Any:
     return DASHES[i // len(COLOURS) % len(DASHES)]
-
-
-def _curve(run: Run, x: str, y: str) -> Curve:
-    rows = run.series(y)
-    return np.array([row[x] for row in rows], float), np.array([row[y] for row in rows], float)
-
-
-def _on_grid(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
-    """Several curves (rows) on one grid; each holds its value until its next point.
-
-    Only where every curve has a value: a mean over other seeds further on would jump for no reason.
-    """
-    start = max(xs[0] for xs, _ in curves)
-    stop = min(xs[-1] for xs, _ in curves)
-    grid = np.unique(np.concatenate([xs for xs, _ in curves]))
-    grid = grid[(start <= grid) & (grid <= stop)]
-    if grid.size == 0:  # one seed ends before another starts
-        grid = np.array([stop])
-    if len(curves) > 1 and grid.size > GRID_POINTS:
-        grid = np.linspace(start, stop, GRID_POINTS)
-    last = [np.maximum(np.searchsorted(xs, grid, side="right") - 1, 0) for xs, _ in curves]
-    return grid, np.stack([ys[points] for (_, ys), points in zip(curves, last, strict=True)])
 
 
 def _note_seeds(axes: Axes, what: str, groups: dict[str, list[Run]]) -> None:

@@ -21,6 +21,7 @@ Left out (None) for rules that are not linear in deltas, for local AdamW, and be
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -148,6 +149,25 @@ class ObservedServer(Server):
         for number in watch.held.keys() - weights.columns.keys():
             del watch.held[number]
 
+    def notes(self) -> dict[str, Any]:
+        """What a snapshot keeps beside the server's own."""
+        weights = (
+            {}
+            if self.weights is None
+            else {name: getattr(self.weights, name) for name in self.weights.changes}
+        )
+        return {"watch": self.watch, "weights": weights}
+
+    def take(self, notes: Mapping[str, Any]) -> None:
+        """Go on from notes; what they tell of the newest step is found again."""
+        self.watch = notes["watch"]
+        for name, value in notes["weights"].items():
+            setattr(self.weights, name, value)
+        step = self.watch.step
+        parts = [] if step is None else [*(held for held, _ in step.parts), *step.stale.values()]
+        for held in (*self.watch.held.values(), *self.watch.newest.values(), *parts):
+            self._bases[held.task.version] = held.base
+
     # -- what a measurement asks for ---------------------------------------------------------------------------
 
     def diagnosis(self) -> Diagnosis:
@@ -200,4 +220,5 @@ class ObservedServer(Server):
 
 def _plain(held: Held, step: Step) -> bool:
     """Whether an update's expectation is the gradient at its client's newest base, which is known anyway."""
-    return held.steps == 1 and step.stale.get(held.task.client) is held
+    newest = step.stale.get(held.task.client)
+    return held.steps == 1 and newest is not None and newest.task == held.task

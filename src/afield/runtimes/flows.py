@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from afield.core.errors import InputError
 from afield.core.protocols import Dispatcher
 from afield.core.types import Receipt, Task
-from afield.runtimes.simulator import CLOSE, FIRST, THEN, WAKE, Flow, Simulator
+from afield.runtimes.flow import Flow
+from afield.runtimes.simulator import CLOSE, FIRST, THEN, WAKE, Simulator
 from afield.scenarios.schedulers import SampledStaleness
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from afield.core.types import Receipt, Task
-from afield.runtimes.simulator import CLOSE, THEN, Flow, Simulator
+from afield.runtimes.flow import Flow
+from afield.runtimes.simulator import CLOSE, THEN, Simulator
 from afield.scenarios.schedulers import Bernoulli, Cohort
 
 

@@ -20,9 +20,10 @@ from afield.core.protocols import Availability, Data, Delay, Evaluator, Schedule
 from afield.core.server import Server
 from afield.core.types import Receipt, Scene
 from afield.runtimes.diagnose import ObservedServer
+from afield.runtimes.flow import Flow
 from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
 from afield.runtimes.rounds import RoundFlow
-from afield.runtimes.simulator import Flow, Measurement, Simulator
+from afield.runtimes.simulator import Measurement, Simulator
 from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import Always
 from afield.scenarios.data import ClientData, ListedData, client_data, pooled

@@ -24,6 +24,7 @@ from afield.core.protocols import Evaluator, Trainer
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.runtimes.diagnose import Diagnosis
+from afield.runtimes.flow import Flow
 from afield.runtimes.terms import Manners, Measuring, Stop
 
 ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
@@ -48,35 +49,11 @@ class Measurement:
     staleness: float | None  # mean over the updates since the last measurement
     train_loss: float | None  # likewise
     values: Mapping[str, Any]
-    clients: Mapping[str, list[Any]] | None = (
-        None  # what was found of each client, where the run is diagnosed
-    )
+    clients: Mapping[str, list[Any]] | None = None  # the same of each client, where the run is diagnosed
 
     def row(self) -> dict[str, Any]:
         row = {name: getattr(self, name) for name in self.__slots__ if name not in ("values", "clients")}
         return {**row, **self.values}
-
-
-class Flow:
-    """Decides who starts when: free-running, by ticks, by sampled staleness, or in rounds."""
-
-    def begin(self, sim: Simulator) -> None:
-        raise NotImplementedError
-
-    def freed(self, sim: Simulator, client: int, count: int, hold: bool) -> None:
-        """A client's task is over: it may train again."""
-
-    def settled(self, sim: Simulator, task: Task, receipt: Receipt | None) -> None:
-        """An arrival was dealt with (None: the task was aborted)."""
-
-    def stepped(self, sim: Simulator) -> None:
-        """The version rose."""
-
-    def woke(self, sim: Simulator, client: int) -> None:
-        """A WAKE event that was set for this client."""
-
-    def closed(self, sim: Simulator, mark: int) -> None:
-        """A CLOSE event that the flow had set."""
 
 
 @dataclass(slots=True)
@@ -144,7 +121,12 @@ class Simulator:
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
         self.ended = ""  # why the run ended, once it has
-        self._began = time.perf_counter()
+        self.begun = False
+        self.told = 0  # the version up to which the flow was told of steps
+        self.asked: list[int] = []  # tasks of the block that is being trained
+        self.late = deque[Receipt | Measurement]()  # rows that are not handed out yet
+        self.pausing = False  # `walk` is to stop before the next block
+        self.began = time.perf_counter()
 
     # -- what flows use ---------------------------------------------------------------------------------------
 
@@ -186,15 +168,26 @@ class Simulator:
         self.results.pop(number, None)
         self.server.cancel(task)
 
+    @property
+    def still(self) -> bool:
+        """Whether the run is at a point where it can be pictured (runtimes/picture.py)."""
+        return self.begun and not self.late and not self.ended
+
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[Receipt | Measurement]:
-        """Run to the end, yielding each receipt and measurement as it is made.
+        """Run to the end, yielding each receipt and measurement as it is made."""
+        for row in self.walk():
+            if not isinstance(row, Wanted):
+                yield row
+
+    def walk(self) -> Iterator[Receipt | Measurement | Wanted]:
+        """The same; where `pausing` is set, also the next block, before it is trained and after all rows up to it.
 
         A measurement that a GPU has not finished yet waits, and the rows after it, until the next block was trained:
         evaluation and the preparation of that block go on side by side.
         """
-        steps, results, late = self.steps(), None, deque[Receipt | Measurement]()
+        steps, results, late = self.steps(), None, self.late
         while True:
             try:
                 row = steps.send(results)
@@ -202,6 +195,10 @@ class Simulator:
                 break
             results = None
             if isinstance(row, Wanted):
+                if self.pausing:
+                    while late:
+                        yield late.popleft()
+                    yield row
                 begin = getattr(self.trainer, "ahead", self.trainer.train)
                 results = begin(row.tasks, row.bases, row.corrections)
                 while late:
@@ -210,43 +207,51 @@ class Simulator:
                 late.append(row)
             else:
                 yield row
-        yield from late
+        while late:
+            yield late.popleft()
 
     def steps(self) -> Generator[Receipt | Measurement | Wanted, Sequence[LocalResult | Ahead] | None, None]:
         """The same, but training is left to who runs it: each `Wanted` is answered by its results."""
-        yield self._measure()
-        if self.measuring.time is not None:
-            self.push(self.measuring.time, LAST, MEASURE, 1)
-        self.flow.begin(self)
-        while not self.ended:
+        if not self.begun:
+            yield self._measure()
+            if self.measuring.time is not None:
+                self.push(self.measuring.time, LAST, MEASURE, 1)
+            self.flow.begin(self)
+            self.begun = True
+        if self.asked:  # the run was stopped before this block was trained
+            yield from self._train(self.asked)
+        while True:
+            if self.server.version > self.told:
+                self.told = self.server.version
+                self._stepped()
+            if self.ended:
+                break
             near = self.near and (not self.heap or self.near[0] < self.heap[0])
             earliest = self.near if near else self.heap
             if not earliest:
                 self.ended = "nobody is left"
                 self.now = self.now if self.stop.time is None else self.stop.time
                 break
-            when, _, _, kind, what = heapq.heappop(earliest)
+            when, _, _, kind, what = earliest[0]
             if self.stop.time is not None and when > self.stop.time:
                 self.now = self.stop.time
                 self.ended = "time"
                 break
+            if kind == ARRIVE and what in self.flights and what not in self.results:
+                yield from self._train(self._block())
+                earliest = self.near  # it is there now
+            heapq.heappop(earliest)
             self.now = when
-            before = self.server.version
             if kind == ARRIVE:
                 if what in self.flights:
-                    if what not in self.results:
-                        wanted = self._wanted(self.flights[what])
-                        self._trained(wanted, (yield wanted))
                     yield self._arrive(what)
             elif kind == MEASURE:
                 self._measure_again(what)
                 measurement = self._measure()
-                yield measurement
                 self._check_accuracy(measurement)
+                yield measurement
             else:
                 self._turn(kind, what)  # gives no row
-            if self.server.version > before:
-                self._stepped()
         if self.measured != (self.now, self.server.version, self.updates):
             yield self._measure()
 
@@ -320,28 +325,32 @@ class Simulator:
                 self.start_or_wait(task.client)
         self.flow.stepped(self)
 
-    def _wanted(self, first: Task) -> Wanted:
+    def _block(self) -> list[int]:
         """What is in flight, earliest arrivals first, as much as the block limit leaves room for.
 
-        `first` arrives now. The heap gives the others in order, so a block costs by its own length, whatever is in
-        flight; what was taken from it goes to the near heap, which is small where the block limit is.
+        The heap gives them in order, so a block costs by its own length, whatever is in flight; what was taken from
+        it goes to the near heap, which is small where the block limit is.
         """
-        room = self.block - len(self.results)
+        room = max(1, self.block - len(self.results))
         horizon = math.inf if self.stop.time is None else self.stop.time
-        tasks = [first]
-        while len(tasks) < room and self.heap and self.heap[0][0] <= horizon:
+        numbers: list[int] = []
+        while len(numbers) < room and self.heap and self.heap[0][0] <= horizon:
             event = heapq.heappop(self.heap)
             heapq.heappush(self.near, event)
             _, _, _, kind, what = event
             if kind == ARRIVE and what in self.flights:
-                tasks.append(self.flights[what])
-        bases = [self.server.base(task) for task in tasks]
-        return Wanted(tasks, bases, [self.server.correction(task) for task in tasks])
+                numbers.append(what)
+        return numbers
 
-    def _trained(self, wanted: Wanted, results: Sequence[LocalResult | Ahead] | None) -> None:
+    def _train(self, numbers: list[int]) -> Generator[Wanted, Sequence[LocalResult | Ahead] | None, None]:
+        self.asked = numbers
+        tasks, server = [self.flights[number] for number in numbers], self.server
+        results = yield Wanted(
+            tasks, [server.base(task) for task in tasks], [server.correction(task) for task in tasks]
+        )
         assert results is not None
-        for task, result in zip(wanted.tasks, results, strict=True):
-            self.results[task.number] = result
+        self.results.update(zip(numbers, results, strict=True))
+        self.asked = []
 
     def _measure_again(self, mark: int) -> None:
         """Set the next measurement of the clock's (those of versions have the mark 0)."""
@@ -357,7 +366,7 @@ class Simulator:
         losses = [loss for loss in since.losses if math.isfinite(loss)]
         return Measurement(
             time=self.now,
-            wall=time.perf_counter() - self._began,
+            wall=time.perf_counter() - self.began,
             version=self.server.version,
             updates=self.updates,
             steps=self.steps_done,
@@ -369,8 +378,10 @@ class Simulator:
         )
 
     def _check_accuracy(self, measurement: Measurement) -> None:
+        if self.stop.accuracy is None:
+            return  # a look would make a GPU wait
         reached = measurement.values.get("accuracy")
-        if self.stop.accuracy is not None and reached is not None and reached >= self.stop.accuracy:
+        if reached is not None and reached >= self.stop.accuracy:
             self.ended = "accuracy"
 
     def _finish(self, client: int, work: float) -> tuple[float, bool]:

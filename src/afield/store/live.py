@@ -103,8 +103,10 @@ class Durable:
         self._journal = {"fsync": fsync, "segment": segment}
         self._snapshots = ({**kinds_of(server.state), **(kinds or {})}, generations)
         self.acts = 0  # checkouts, updates, cancels and ends of rounds since the first day
-        self.updates = 0  # those of them that were accepted updates
         self.receipts: dict[int, Receipt] = {}  # of the last updates, by the number of their task
+        self.accepted: dict[int, int] = {}  # updates that were folded since the first day, per client
+        self.rounds = 0  # that were closed since the first day
+        self.begun = False  # whether a task was handed out since the last of them closed
         self.replayed: list[Receipt] = []  # of the updates that came after the snapshot this began from
         self._since, self._last = 0, time.monotonic()
         self._stopped = ""  # why the state in memory is of no use any more
@@ -166,8 +168,9 @@ class Durable:
         self.server.restore(picture["server"])
         self.server.keep_tables(self.table, self.folder, generation)
         self._pin(generation)
-        self.acts, self.updates = mark["acts"], mark["updates"]
+        self.acts = mark["acts"]
         self.receipts = {row[0]: Receipt(*row) for row in picture["receipts"]}
+        self.accepted, self.rounds, self.begun = picture["accepted"], mark["rounds"], mark["begun"]
         other = mark["afield"] if mark["afield"] != _version() else ""
         for number, value in self.journal.replay(mark["journal"], self.server.state.params.device):
             if other:
@@ -300,8 +303,8 @@ class Durable:
     def _fold(self, update: Update) -> Receipt:
         receipt = self.server.submit(update)
         if not receipt.refused:
-            self.updates += 1
             self.receipts[receipt.number] = receipt
+            self.accepted[receipt.client] = self.accepted.get(receipt.client, 0) + 1
             if len(self.receipts) > self.remember:
                 del self.receipts[next(iter(self.receipts))]
         return receipt
@@ -319,9 +322,12 @@ class Durable:
     def _do(self, value: Mapping[str, Any]) -> Any:
         server, act = self.server, value["act"]
         if act == "checkout":
+            self.begun = True
             return server.checkout(value["client"], value["now"], value["version"])
         if act == "cancel":
             return server.cancel(server.leases[value["task"]].task)
+        self.rounds += 1
+        self.begun = False
         return server.close_round()
 
     # -- snapshots --------------------------------------------------------------------------------------------
@@ -344,13 +350,15 @@ class Durable:
         mark = {
             "journal": self.journal.rotate(),
             "acts": self.acts,
-            "updates": self.updates,
+            "rounds": self.rounds,
+            "begun": self.begun,
             "about": self.about,
             "afield": _version(),
         }
         rows = [[getattr(receipt, name) for name in COLUMNS] for receipt in self.receipts.values()]
         try:
-            generation = self.snapshots.write({"server": self.server.picture(), "receipts": rows}, mark)
+            picture = {"server": self.server.picture(), "receipts": rows, "accepted": self.accepted}
+            generation = self.snapshots.write(picture, mark)
         except InputError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO:
                 # rows of a table may be lost that the next sync would call written
@@ -359,6 +367,11 @@ class Durable:
         if self.keep != "all" and self.snapshots.oldest is not None:
             self.journal.drop(self.snapshots.oldest[1]["journal"] + 1)
         return generation
+
+    @property
+    def broken(self) -> str:
+        """Why nothing more is taken until the folder is opened anew; empty where all is well."""
+        return self._stopped or self.journal.broken
 
     def _sound(self) -> None:
         if self._stopped:

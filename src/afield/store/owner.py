@@ -75,6 +75,7 @@ class Owner:
     def free(self) -> None:
         if self.fd in _held:
             _held.discard(self.fd)
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # a child in the middle of its fork may have it open, too
             os.close(self.fd)
         self.fd = -1
 

@@ -29,10 +29,23 @@ class ACEState(ServerState):
 class ACE:
     """Steps at every arrival by the mean of the newest delta of all clients.
 
-    ACE, algorithm 1 in its incremental form: u_i <- delta; w <- w + lr mean_i u_i. `warmup = "wait"`: no step
-    until all N were heard once (the paper's initialisation); "zeros": unheard clients count as 0. `held =
-    "client"` is algorithm a.5: the client keeps its previous delta and sends the difference, the server keeps
-    O(P). `per = "tick"`: one step per tick, after all its arrivals.
+    Paper: Mitigating Participation Imbalance Bias in Asynchronous Federated Learning Under Client
+        Heterogeneity (ACE; under review), algorithm 1 in its incremental form, and a.5.
+    Rule: u_i <- delta; w <- w + lr mean_i u_i. With `warmup = "wait"` no step until all N were heard once
+        (the paper's initialisation).
+    When: unlike clients of unlike speed: everyone weighs 1/N at every step, however rarely it comes, so fast
+        clients do not bias the model. Everyone must be heard before the first step, and very old deltas still
+        count: see aced.
+    Differs: a client sends the delta of its task where the paper sends gradients; lr is their rate over
+        (local steps times local rate). The sum is float64 and adds and subtracts what is stored, so it never
+        drifts and is never rebuilt.
+    Parameters:
+        lr: the server's rate
+        warmup: "wait" for all clients, or "zeros": unheard clients count as 0
+        per: "arrival"; "tick": one step per tick, after all its arrivals
+        held: "server" keeps every client's newest delta; "client": the client keeps it and sends the
+            difference (algorithm a.5), the server keeps O(P)
+        precision: of the stored deltas: "float32", "bfloat16" or "int8"
     """
 
     lr: float = 1.0
@@ -121,12 +134,22 @@ class ACEDState(ServerState):
 class ACED:
     """ACE over the clients heard within the last `max_delay` versions.
 
-    ACE, algorithm a.1. After ACE's warm-up, only clients with version - stamp_i <= max_delay count; stamp_i
-    is 1 at first and the new version after each of its arrivals, so a client that was out counts again from
-    the step after its arrival. With nobody active the version rises and w stays. One client expires per
-    version at the most (a queue), except those never heard again after the warm-up: one vector holds their
-    sum. `per = "tick"`: one step per tick, after all its arrivals, so that `max_delay` counts ticks; a row then
-    leaves the sum by itself, at most once per arrival.
+    Paper: Mitigating Participation Imbalance Bias in Asynchronous Federated Learning Under Client
+        Heterogeneity (ACE; under review), algorithm a.1.
+    Rule: after ACE's warm-up, w <- w + lr mean of u_i over the clients with version - stamp_i <= max_delay;
+        stamp_i is 1 at first and the new version after each of its arrivals.
+    When: ACE suits, but some clients go silent for long or for good: their last delta is not applied for
+        ever.
+    Differs: a client that was out counts again from the step after its arrival. With nobody active the
+        version rises and w stays. One client expires per version at the most (a queue), except those never
+        heard again after the warm-up: one vector holds their sum. With `per = "tick"` a row leaves the sum by
+        itself, at most once per arrival.
+    Parameters:
+        lr: the server's rate
+        max_delay: versions (ticks, where `per` says so) after which a client that was not heard no longer
+            counts
+        precision: of the stored deltas: "float32", "bfloat16" or "int8"
+        per: "arrival"; "tick": one step per tick, after all its arrivals
     """
 
     lr: float = 1.0

@@ -43,8 +43,16 @@ def _end_tick(state: TickState, scale: float) -> None:
 class ASGD:
     """Applies each delta as it arrives.
 
-    w <- w + lr delta; with `per = "tick"` one step per tick by the mean delta of its arrivals (an empty tick
-    moves nothing, the version rises).
+    Paper: asynchronous SGD as in Koloskova, Stich, Jaggi: Sharper Convergence Guarantees for Asynchronous SGD
+        for Distributed and Federated Learning (NeurIPS 2022), algorithm 1.
+    Rule: w <- w + lr delta; per tick: one step by the mean delta of the tick's arrivals.
+    When: alike clients, or a small rate; the plainest asynchronous baseline. Unlike clients bias it towards
+        those who come often.
+    Differs: a client sends the delta of its whole task where the paper sends one gradient: `lr` 1 applies all
+        of it. An empty tick moves nothing, the version rises.
+    Parameters:
+        lr: how much of a delta is applied
+        per: "arrival", or "tick" for delays counted in server iterations (scheduler `ticks`)
     """
 
     lr: float = 1.0
@@ -83,10 +91,20 @@ class ASGD:
 class DelayAdaptiveASGD:
     """Asynchronous SGD whose steps shrink once an update is staler than the threshold.
 
-    Koloskova et al. 2022, eq. 11: factor 1 up to the threshold (their tau_C, the concurrency: filled in from
-    the scheduler where left out); above it `scale`: threshold / staleness (as in the code of Mishchenko et al.
-    and of ACE; may exceed the bound of ACE's algorithm a.4, line 9), `inverse`: 1 / staleness, `drop`: 0.
-    `per = "tick"`: one step per tick by the mean of its arrivals' scaled deltas.
+    Paper: Koloskova, Stich, Jaggi: Sharper Convergence Guarantees for Asynchronous SGD for Distributed and
+        Federated Learning (NeurIPS 2022), eq. 11; Mishchenko, Bach, Even, Woodworth: Asynchronous SGD Beats
+        Minibatch SGD Under Arbitrary Delays (NeurIPS 2022).
+    Rule: w <- w + lr factor delta; factor 1 up to the threshold (their tau_C, the concurrency), above it as
+        `rule` says.
+    When: a few clients are far slower than the rest and alike in data: their old updates do less harm. With
+        unlike data it mutes just those clients.
+    Differs: `scale` is what the code of Mishchenko et al. and of ACE does; it may exceed the bound of ACE's
+        algorithm a.4, line 9. `inverse` and `drop` are the two readings of the paper.
+    Parameters:
+        lr: how much of a delta is applied
+        threshold: staleness up to which nothing shrinks; left out: how many clients train at a time
+        rule: above the threshold "scale": threshold / staleness, "inverse": 1 / staleness, "drop": 0
+        per: "arrival", or "tick": one step per tick by the mean of its arrivals' scaled deltas
     """
 
     lr: float = 1.0

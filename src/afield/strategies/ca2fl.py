@@ -29,12 +29,22 @@ class CA2FLState(ServerState):
 class CA2FL:
     """A buffer whose mean is calibrated by the cached updates of all clients.
 
-    Wang et al. 2024: w <- w + lr (mean cache at buffer start + sum(delta - old cache) / distinct clients).
-    The cache is replaced at once, so a client that comes twice in one buffer counts once, with its newest
-    update; differs from ACE's algorithm a.3, line 5, only there. Unheard clients have a cache of zeros.
-    `per = "tick"`: the version rises at every tick, and one that ends with `size` updates or more makes a step.
-    `gathers`: whose normalisation statistics count at a step, every client's newest or those of the "buffer" alone,
-    as in the code of the authors' next paper (FADAS).
+    Paper: Wang, Cao, Wu, Chen, Chen: Tackling the Data Heterogeneity in Asynchronous Federated Learning with
+        Cached Update Calibration (ICLR 2024).
+    Rule: at `size` arrivals w <- w + lr (mean cache at buffer start + sum(delta - old cache) / distinct
+        clients); the cache of a client is its newest delta, zeros before it is heard.
+    When: FedBuff suits, and clients are unlike: those who are not in the buffer count by what they sent last.
+        Needs a vector per client on the server.
+    Differs: the cache is replaced at once, so a client that comes twice in one buffer counts once, with its
+        newest update; differs from ACE's algorithm a.3, line 5, only there.
+    Parameters:
+        size: updates per step
+        lr: the server's rate
+        precision: of the cached deltas: "float32", "bfloat16" or "int8"
+        per: "arrival"; "tick": the version rises at every tick, and one that ends with `size` updates or more
+            makes a step
+        gathers: whose normalisation statistics count at a step, every client's "newest" or those of the
+            "buffer" alone, as in the code of the authors' next paper (FADAS)
     """
 
     size: int = 10

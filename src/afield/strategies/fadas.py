@@ -28,10 +28,23 @@ class FADASState(ServerState):
 class FADAS:
     """AMSGrad on the mean of a buffer; smaller steps for stale buffers.
 
-    Wang et al. 2024. m <- b1 m + (1-b1) d, v <- b2 v + (1-b2) d^2, v^ <- max(v^, v), w <- w + lr m / (sqrt(v^) + eps)
-    with the bias correction of their code (the paper has none: `bias_correction = false`). Above
-    `delay_threshold` the rate is lr / (largest staleness in the buffer), as in their code; the paper's
-    min(lr, 1 / staleness) never bites at their rates.
+    Paper: Wang, Wang, Lu, Chen: FADAS: Towards Federated Adaptive Asynchronous Optimization (ICML 2024).
+    Rule: at `size` arrivals, d their mean delta: m <- b1 m + (1-b1) d, v <- b2 v + (1-b2) d^2, v^ <- max(v^,
+        v), w <- w + lr m / (sqrt(v^) + eps). Above `delay_threshold` the rate is lr / (largest staleness in
+        the buffer).
+    When: models that like Adam (transformers), or where the scale of updates varies. Every parameter moves by
+        about `lr` a step, so that rate must be tuned, and is far below 1.
+    Differs: bias correction as in the authors' code (the paper has none: `bias_correction = false`); the rate
+        above the threshold as in their code too: the paper's min(lr, 1 / staleness) never bites at their
+        rates.
+    Parameters:
+        size: updates per step
+        lr: the server's rate
+        beta1: of the first moment
+        beta2: of the second moment
+        eps: added to the root of the second moment
+        delay_threshold: largest staleness in a buffer that leaves the rate alone; left out: always
+        bias_correction: whether moments are corrected for starting at zero
     """
 
     size: int = 5

@@ -30,11 +30,24 @@ class FedACState(ServerState):
 class FedAC:
     """A buffer weighted by agreement with the server's drift, momentum with a look ahead, control variates.
 
-    Zang et al. 2024, from the public port (the paper's text was not at hand), with the correction inside every
-    local step and the divisor in steps (the SCAFFOLD form): r_i = max(cos(w_now - base, delta_i), floor);
-    d = sum r_i delta_i / sum r_i; m <- b1 m + (1-b1) d; v <- b2 v + (1-b2) d^2;
-    w <- w + lr (b1 m + (1-b1) d) / (sqrt(v) + eps); C <- C + sum r_i (C_i' - C_i) / sum r_i.
-    A fresh update has no drift to agree with: cosine 0.
+    Paper: Zang, Xue, Ou, Chu, Du, Long: Efficient Asynchronous Federated Learning with Prospective Momentum
+        Aggregation and Fine-Grained Correction (AAAI 2024).
+    Rule: r_i = max(cos(w_now - base, delta_i), floor); d = sum r_i delta_i / sum r_i; m <- b1 m + (1-b1) d; v
+        <- b2 v + (1-b2) d^2; w <- w + lr (b1 m + (1-b1) d) / (sqrt(v) + eps); C <- C + sum r_i (C_i' - C_i) /
+        sum r_i.
+    When: stale updates that point elsewhere than the model has moved since do harm, and clients drift: unlike
+        data, many local steps. Clients send and receive control variates: twice the traffic.
+    Differs: written from the public port, as the paper's text was not at hand; the correction is inside every
+        local step and the divisor is in steps (the SCAFFOLD form). A fresh update has no drift to agree with:
+        cosine 0.
+    Parameters:
+        size: updates per step
+        lr: the server's rate
+        beta1: of the momentum
+        beta2: of the second moment
+        eps: added to the root of the second moment, and to the sum of the weights
+        floor: the least weight of an update
+        precision: of the clients' control variates: "float32", "bfloat16" or "int8"
     """
 
     size: int = 5

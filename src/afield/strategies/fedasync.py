@@ -18,10 +18,18 @@ from afield.strategies.staleness import Constant, Staleness
 class FedAsync:
     """Mixes each arriving model into the global one, less the staler it is.
 
-    Xie et al. 2019, algorithm 1: a = alpha * weight(staleness); w <- (1 - a) w + a model.
-    `drops` multiplies alpha from a version on ({800: 0.5} as in their code); `decay = "sqrt"` divides alpha
-    by sqrt(version + 1) (remark 3). Differs from the paper's literal text in that a fresh update has
-    staleness 0 (as in their code), not 1.
+    Paper: Xie, Koyejo, Gupta: Asynchronous Federated Optimization (2019), algorithm 1.
+    Rule: a = alpha * weight(staleness); w <- (1 - a) w + a model.
+    When: the simplest rule that never waits, and a good first baseline. Fast clients write over slow ones:
+        with unlike clients the model follows whoever came last, so lower alpha or let it fall with staleness.
+    Differs: a fresh update has staleness 0 (as in the authors' code), not 1 as in the paper's literal text.
+        Their code trains five epochs on one client before it starts, which the paper does not mention; we do
+        not.
+    Parameters:
+        alpha: how much of an arriving model is mixed in
+        weight: the staleness function that alpha is multiplied by
+        drops: version -> factor that alpha is multiplied by from then on ({800: 0.5} as in their code)
+        decay: "sqrt" divides alpha by sqrt(version + 1) (remark 3)
     """
 
     alpha: float = 0.6

@@ -24,8 +24,16 @@ class FedAvgState(ServerState):
 class FedAvg:
     """Synchronous rounds: the mean delta of the participants.
 
-    McMahan et al. 2017: w <- w + lr sum n_i delta_i / sum n_i (`by_examples = false`: the plain mean). An empty
-    round moves nothing; the version rises.
+    Paper: McMahan, Moore, Ramage, Hampson, Aguera y Arcas: Communication-Efficient Learning of Deep Networks
+        from Decentralized Data (AISTATS 2017).
+    Rule: w <- w + lr sum_i n_i delta_i / sum_i n_i over the participants of the round.
+    When: clients are about equally fast, or waiting costs nothing: update for update it is hard to beat. A
+        round lasts as long as its slowest participant.
+    Differs: a server rate `lr` (1 is the paper's average of models). An empty round moves nothing; the
+        version rises.
+    Parameters:
+        lr: the server's rate
+        by_examples: whether a client weighs as much as it has examples; else all weigh the same
     """
 
     lr: float = 1.0
@@ -60,7 +68,14 @@ class FedAvg:
 
 @dataclass(frozen=True)
 class SGD:
-    """Plain SGD by one client that has everybody's data: what federated training is measured against."""
+    """Plain SGD by one client that has everybody's data: what federated training is measured against.
+
+    Paper: the upper baseline of the papers' figures.
+    Rule: w <- model, which one client trained from w on the pooled data.
+    When: to see what the network could learn if the data were in one place.
+    Differs: nothing to differ from; momentum and the like start anew in every task, as they do at a client.
+    Parameters: none
+    """
 
     uses_base: ClassVar[bool] = False
     whole: ClassVar[bool] = True

@@ -25,9 +25,20 @@ class FedBuffState(ServerState):
 class FedBuff:
     """Steps once per `size` updates, by their mean.
 
-    Nguyen et al. 2022, algorithm 1: total += weight(staleness) delta; at `size` arrivals w <- w + lr total / size.
-    Divided by the size, not by the sum of the weights, so a stale buffer makes a smaller step. `per = "tick"`: the
-    version rises at every tick, and a tick that ends with `size` updates or more makes a step, by all of them.
+    Paper: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba: Federated Learning with Buffered Asynchronous
+        Aggregation (AISTATS 2022), algorithm 1.
+    Rule: total += weight(staleness) delta; at `size` arrivals w <- w + lr total / size, total <- 0.
+    When: a robust first choice with many clients: a mean of several updates is less noisy than one, and
+        nobody is waited for. Slow clients still count less often than fast ones.
+    Differs: divided by the size as in the paper, not by the sum of the weights, so a stale buffer makes a
+        smaller step (public code also sums, or divides twice). The weight is 1 unless set, as in algorithm 1;
+        the paper's experiments use (1 + staleness)^-1/2: `weight = { name = "polynomial", a = 0.5 }`.
+    Parameters:
+        size: updates per step
+        lr: the server's rate
+        weight: the staleness function that an update is multiplied by
+        per: "arrival"; "tick": the version rises at every tick, and one that ends with `size` updates or more
+            makes a step, by all of them
     """
 
     size: int = 10

@@ -32,11 +32,28 @@ class FedEchoState(ServerState):
 class FedEcho:
     """FedBuff, then distillation from the mean of every client's newest predictions on unlabelled data.
 
-    FedEcho, algorithm 1, eqs 2-4: stragglers teach by predictions instead of parameters. The teacher is a
-    running sum and count of logits; `passes` over `samples` examples in batches of `batch` with Adam at `rate`
-    (fresh in every distillation; `keep` carries its state), gradient norm clipped to `clip`. KL and
-    cross-entropy are mixed by alpha between `alpha_min` and `alpha_max`, larger the less certain the teacher.
-    Of a language model the logits of `top` tokens a place are kept, and one for all others (training/distill.py).
+    Paper: FedEcho: Stragglers Can Contribute More: Uncertainty-Aware Distillation for Asynchronous Federated
+        Learning (under review), algorithm 1, eqs 2-4.
+    Rule: FedBuff's step; then `passes` over `samples` unlabelled examples, minimising alpha KL + (1 - alpha)
+        cross-entropy against the teacher: the mean of all clients' newest logits; alpha grows with the
+        teacher's uncertainty.
+    When: some clients are very late and unlike, and the server has unlabelled examples of the kind:
+        stragglers teach by predictions, which age better than parameters. Costs the server a forward pass per
+        update and training per step.
+    Differs: the teacher is a running sum and count, which is the same mean. Of a language model the logits of
+        `top` tokens a place are kept, and one for all others: whole vocabularies per client do not fit.
+    Parameters:
+        size: updates per step
+        lr: the server's rate in FedBuff's step
+        samples: unlabelled examples that are predicted
+        batch: of the distillation
+        passes: over the samples, after every step
+        rate: of Adam in the distillation; 0: FedBuff
+        clip: bound of the gradient's norm in the distillation
+        alpha_min: alpha where the teacher is certain
+        alpha_max: alpha where the teacher knows nothing
+        keep: whether Adam's state is carried from one distillation to the next
+        top: tokens a place whose logits are kept, of a language model
     """
 
     size: int = 5

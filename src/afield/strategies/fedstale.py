@@ -141,10 +141,21 @@ def _close(state: FedStaleState, lr: float, beta: float) -> None:
 class FedStale:
     """Rounds: a convex combination of fresh updates and the stale ones of absent clients.
 
-    Rodio, Neglia 2024, eq. 8: w <- w + lr/N (beta sum_i cache_i + sum_{i in S} (delta_i - beta cache_i) / p_i),
-    caches before this round. `p`: a probability, one per client, "known" (from the scheduler), or left out:
-    FedAU's estimate with `cutoff`. An empty round still applies beta * mean cache. The weight decay and the
-    skipped empty rounds of their code are left out.
+    Paper: Rodio, Neglia: FedStale: leveraging Stale Client Updates in Federated Learning (ECAI 2024), eq. 8.
+    Rule: w <- w + lr/N (beta sum_i cache_i + sum_{i in S} (delta_i - beta cache_i) / p_i), caches before this
+        round, p_i the probability that client i takes part.
+    When: some clients take part rarely. With unlike data a large beta keeps them in the model; where they
+        take part very rarely, a small one keeps very stale updates out. Needs a vector per client on the
+        server.
+    Differs: the weight decay and the skipped empty rounds of the authors' code are left out: an empty round
+        still applies beta * mean cache, as eq. 8 says. Their code weighs clients by examples, the paper and
+        we do not.
+    Parameters:
+        beta: weight of the stale updates: 0 is u-fedavg, 1 is fedvarp
+        lr: the server's rate
+        p: a probability, one per client, "known" (from the scheduler), or left out: FedAU's estimate
+        cutoff: missed rounds that FedAU counts as one interval; left out: no bound
+        precision: of the cached deltas: "float32", "bfloat16" or "int8"
     """
 
     beta: float = 0.5
@@ -178,7 +189,20 @@ class FedStale:
 
 @dataclass(frozen=True)
 class UFedAvg:
-    """Rounds: unbiased FedAvg, each participant's delta divided by its probability (FedStale with beta 0)."""
+    """Rounds: unbiased FedAvg, each participant's delta divided by its probability (FedStale with beta 0).
+
+    Paper: Rodio, Neglia: FedStale (ECAI 2024), eq. 5; with estimated probabilities Wang, Ji: A Lightweight
+        Method for Tackling Unknown Participation Statistics in Federated Averaging (FedAU, ICLR 2024).
+    Rule: w <- w + lr/N sum_{i in S} delta_i / p_i.
+    When: clients take part unequally often and unlike data must not be biased by that. A rare client makes a
+        large step when it comes: noisy where probabilities are small.
+    Differs: FedAU's interval that ends in this round counts from the next participation on, as in its
+        authors' code.
+    Parameters:
+        lr: the server's rate
+        p: a probability, one per client, "known" (from the scheduler), or left out: FedAU's estimate
+        cutoff: missed rounds that FedAU counts as one interval; left out: no bound
+    """
 
     lr: float = 1.0
     p: Known = None
@@ -208,7 +232,18 @@ class UFedAvg:
 class FedVARP:
     """Rounds: the variance-reduced mean over all clients' newest deltas (FedStale with beta 1).
 
-    Jhunjhunwala et al. 2022 in the unbiased form of FedStale's eq. 7.
+    Paper: Jhunjhunwala, Sharma, Nagarkatti, Joshi: FedVARP: Tackling the Variance Due to Partial Client
+        Participation in Federated Learning (UAI 2022), in the unbiased form of FedStale's eq. 7.
+    Rule: w <- w + lr (mean cache + 1/N sum_{i in S} (delta_i - cache_i) / p_i), caches before this round.
+    When: few of many unlike clients take part in a round, each about equally often. Needs a vector per client
+        on the server.
+    Differs: the original divides by the number of participants; with p = k/N and k in every round that is the
+        same.
+    Parameters:
+        lr: the server's rate
+        p: a probability, one per client, "known" (from the scheduler), or left out: FedAU's estimate
+        cutoff: missed rounds that FedAU counts as one interval; left out: no bound
+        precision: of the cached deltas: "float32", "bfloat16" or "int8"
     """
 
     lr: float = 1.0

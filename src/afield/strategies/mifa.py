@@ -24,8 +24,16 @@ class MIFAState(ServerState):
 class MIFA:
     """Rounds: the mean of every client's newest delta, absent clients included.
 
-    Gu et al. 2021 at a constant rate: the participants' caches are replaced, then w <- w + lr mean cache.
-    Starts from zeros (their `no_wait` variant); an empty round still moves by the mean cache.
+    Paper: Gu, Huang, Zhang, Huang: Fast Federated Learning in the Presence of Arbitrary Device Unavailability
+        (NeurIPS 2021), at a constant rate.
+    Rule: cache_i <- delta_i for the participants; w <- w + lr mean_i cache_i.
+    When: clients are away for long and nobody knows the probabilities. Needs a vector per client on the
+        server.
+    Differs: starts from zeros (the `no_wait` variant of the authors' code; the paper waits until all were
+        heard). An empty round still moves by the mean cache.
+    Parameters:
+        lr: the server's rate
+        precision: of the cached deltas: "float32", "bfloat16" or "int8"
     """
 
     lr: float = 1.0

@@ -26,10 +26,18 @@ class MRAsyncFLState(ServerState):
 class MRAsyncFL:
     """Replaces a client's old model inside the global one, then mixes the new one in.
 
-    MR.AsyncFL, eqs 5-12: w <- gamma (w + c_i (model - cache_i)) + (1 - gamma) model, with c_0 = 1/N and every
-    cache starting as w_0. Invariants: w = sum_j c_j cache_j and sum_j c_j = 1. The recursion contracts float
-    error by gamma at every arrival, so nothing is ever rebuilt. With a table below float32 the rule acts on
-    parameters only and the server averages the statistics (they stay float32).
+    Paper: MR.AsyncFL: Staleness-Aware Aggregation for Asynchronous Federated Learning via Model Replacement
+        (under review), eqs 5-12.
+    Rule: w <- gamma (w + c_i (model - cache_i)) + (1 - gamma) model, with c_0 = 1/N and every cache starting
+        as w_0. Invariants: w = sum_j c_j cache_j and sum_j c_j = 1.
+    When: clients come unequally often and their data are unlike: a fast client replaces itself instead of
+        everybody else. Needs a model per client on the server.
+    Differs: nothing known. The recursion contracts float error by gamma at every arrival, so nothing is ever
+        rebuilt. With a table below float32 the rule acts on parameters only and the server averages the
+        statistics.
+    Parameters:
+        gamma: what is kept of the global model; its coefficients fade by this at every arrival
+        precision: of the stored models: "float32", "bfloat16" or "int8"
     """
 
     gamma: float = 0.8

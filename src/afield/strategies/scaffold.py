@@ -27,8 +27,16 @@ class ScaffoldState(ServerState):
 class Scaffold:
     """Rounds with control variates: every local gradient is corrected by c - c_i.
 
-    Karimireddy et al. 2020, option II: c_i <- (base - model) / (steps rate) - (c - c_i), the mean raw gradient of
-    the task; w <- w + lr mean delta; c = mean of all c_i, zeros for those not heard.
+    Paper: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for
+        Federated Learning (ICML 2020), option II.
+    Rule: c_i <- (base - model) / (steps rate) - (c - c_i), the mean raw gradient of the task; w <- w + lr
+        mean delta; c = mean of all c_i, zeros for those not heard.
+    When: unlike clients that make many local steps, in rounds: without correction they drift apart. Twice the
+        traffic.
+    Differs: nothing known. The divisor is the number of local steps that were made, whatever was asked for.
+    Parameters:
+        lr: the server's rate
+        precision: of the clients' control variates: "float32", "bfloat16" or "int8"
     """
 
     lr: float = 1.0

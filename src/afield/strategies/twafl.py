@@ -102,10 +102,21 @@ def _sum_anew(state: TemporalState, fade: Callable[[int], float]) -> None:
 class TWAFL:
     """The mean of every client's newest model, faded by the age of its stamp.
 
-    Chen, Sun, Jin 2019 (temporally weighted aggregation), used event by event as in MR.AsyncFL's comparison:
-    w <- sum_j f(version - stamp_j) cache_j / sum_j f(version - stamp_j), with f(s) = decay^s ("power") or
-    e^(-decay s) ("exp"); the papers leave form, normalisation and stamp open. Unheard clients count as w_0
-    with stamp 0 (with `by_examples` they do not count). The layer-wise exchange of the paper is left out.
+    Paper: Chen, Sun, Jin: Communication-Efficient Federated Deep Learning with Layerwise Asynchronous Model
+        Update and Temporally Weighted Aggregation (2019), used event by event as in MR.AsyncFL's comparison.
+    Rule: cache_i <- model; w <- sum_j f(version - stamp_j) cache_j / sum_j f(version - stamp_j), with f(s) =
+        decay^s ("power") or e^(-decay s) ("exp"). Unheard clients count as w_0 with stamp 0.
+    When: every client's newest model shall count, old ones less. With decay far below 1 only the last few
+        arrivals count, which suits alike clients only. Needs a model per client on the server.
+    Differs: the layer-wise exchange of the paper is left out. Form, normalisation and stamp are open in the
+        papers: we normalise, and `form` and `stamp` offer both readings.
+    Parameters:
+        decay: how fast a model fades with its age in versions
+        form: "power": decay^age; "exp": e^(-decay age)
+        stamp: a model's age counts from the version that its task started from ("dispatch") or from its
+            "arrival"
+        by_examples: weighs clients by their examples too; those not yet heard then do not count
+        precision: of the stored models: "float32", "bfloat16" or "int8"
     """
 
     decay: float = 0.5
@@ -146,7 +157,13 @@ class TWAFL:
 class RollingFedAvg:
     """The plain mean of every client's newest model, w_0 for those not yet heard.
 
-    The baseline of MR.AsyncFL's tables: TWAFL without fading.
+    Paper: the baseline of MR.AsyncFL's tables.
+    Rule: cache_i <- model; w <- mean_j cache_j: TWAFL without fading.
+    When: a baseline. It starts slowly, since everyone who was not heard counts as the initial model, and it
+        cannot favour fresh models.
+    Differs: nothing known; the paper describes it in a sentence.
+    Parameters:
+        precision: of the stored models: "float32", "bfloat16" or "int8"
     """
 
     precision: str = "float32"

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from afield.core.errors import InputError
 from afield.core.flat import finite
@@ -18,6 +17,7 @@ from afield.core.keys import Stream, mix
 from afield.core.protocols import Pool
 from afield.core.types import LocalResult, Task
 from afield.training.augment import augmented
+from afield.training.deal import Deal
 from afield.training.descent import Weights, corrected, descend, moments, plain
 from afield.training.draws import shuffled
 from afield.training.local import Local, LoopTrainer, batch_key
@@ -27,56 +27,6 @@ from afield.training.tape import CannotRecord
 
 LARGE = 50_000  # weights: from here on a model is worth a copy of its own
 NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
-
-
-@dataclass(slots=True)
-class Deal:
-    """Tasks in what their training depends on: one row each."""
-
-    bases: list[Tensor]
-    corrections: list[Tensor | None]
-    picks: Tensor  # [steps, rows, batch]: of the pool; a short batch is filled up with one of its own
-    counts: Tensor  # [steps, rows], on the CPU: how many of them count; 0 after the row's last step
-    sizes: list[int]  # examples that the row's client has
-    keys: list[int]  # of dropout and augmentation
-
-    def __len__(self) -> int:
-        return len(self.bases)
-
-    @property
-    def steps(self) -> list[int]:
-        found: list[int] = (self.counts > 0).sum(dim=0).tolist()
-        return found
-
-    def part(self, rows: Sequence[int]) -> Deal:
-        """These rows, in this order."""
-        if list(rows) == list(range(len(self))):
-            return self
-        chosen = torch.tensor(rows)
-        steps = int((self.counts[:, chosen] > 0).any(dim=1).sum())
-        return Deal(
-            [self.bases[row] for row in rows],
-            [self.corrections[row] for row in rows],
-            self.picks[:steps, chosen.to(self.picks.device)],
-            self.counts[:steps, chosen],
-            [self.sizes[row] for row in rows],
-            [self.keys[row] for row in rows],
-        )
-
-
-def joined(deals: Sequence[Deal]) -> Deal:
-    """Deals over one pool as one."""
-    if len(deals) == 1:
-        return deals[0]
-    most = max(len(deal.counts) for deal in deals)
-    return Deal(
-        [base for deal in deals for base in deal.bases],
-        [correction for deal in deals for correction in deal.corrections],
-        torch.cat([functional.pad(d.picks, (0, 0, 0, 0, 0, most - len(d.counts))) for d in deals], dim=1),
-        torch.cat([functional.pad(d.counts, (0, 0, 0, most - len(d.counts))) for d in deals], dim=1),
-        [size for deal in deals for size in deal.sizes],
-        [key for deal in deals for key in deal.keys],
-    )
 
 
 class BlockTrainer:

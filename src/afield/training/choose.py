@@ -13,8 +13,9 @@ from afield.core.errors import InputError, one_of
 from afield.core.protocols import Data
 from afield.training import workers
 from afield.training.block import BlockTrainer
-from afield.training.cuda import GraphTrainer, StreamTrainer
+from afield.training.cuda import GraphTrainer
 from afield.training.local import Local, LoopTrainer
+from afield.training.streams import StreamTrainer
 from afield.training.tape import CannotRecord
 from afield.training.workers import WorkersTrainer
 

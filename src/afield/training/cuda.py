@@ -1,9 +1,8 @@
 """Local training of many clients on a GPU, by CUDA graphs: a step is one launch, whatever the number of operations.
 
 Two ways. `GraphTrainer` trains stacked weights (small models: 100 clients cost little more than one). `StreamTrainer`
-trains several clients side by side, each with its own weights, on forked streams of one graph (convolutional models
-of millions of weights, for which stacked convolutions are slower than native ones). Both run without graphs on a CPU,
-where the tests compare them with the loop.
+(training/streams.py) trains several clients side by side, each with its own weights and on its own stream. Both run
+without graphs on a CPU, where the tests compare them with the loop.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from afield.core.protocols import Pool
-from afield.training.block import BlockTrainer, Deal
+from afield.training.block import BlockTrainer
+from afield.training.deal import Deal
 from afield.training.descent import Weights, corrected, descend, plain
 from afield.training.local import Local
-from afield.training.step import channels_last
 
 log = logging.getLogger("afield")
 
 ROOM = 2**30  # bytes of stacked weights at once
 WIDEST = 256
-# Clients side by side on an H200, ms per client step: ResNet-18 (batch 50) 1.11 with 4, 1.09 with 8, 1.06 with 16;
-# a CNN of 28,000 weights (batch 20) 0.060 with 8, 0.043 with 16, 0.035 with 32, 0.033 with 48.
-STREAMS, STREAMS_SMALL, SMALL = 16, 32, 1_000_000
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -42,17 +38,20 @@ def bucket(width: int) -> int:
 class Recorded:
     """A function without arguments as a CUDA graph; on a CPU, the function itself."""
 
-    def __init__(self, function: Callable[[], None], device: torch.device, pool: Any) -> None:
+    def __init__(
+        self, function: Callable[[], None], device: torch.device, pool: Any, stream: Any = None
+    ) -> None:
+        """`stream`: where it is recorded. Graphs that run at one time need streams and pools of their own."""
         self._replay: Callable[[], None] = function
         if device.type == "cuda":
             here = torch.cuda.current_stream(device)
-            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 function()  # libraries set themselves up outside of the capture
             here.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 function()
             self._replay = graph.replay
 
@@ -81,7 +80,7 @@ class Held:
     shares: Tensor  # [steps, rows, batch]: what each example weighs
     keys: Tensor  # [rows]
     losses: Tensor  # [rows], sums
-    step: Tensor  # [1]
+    step: Tensor  # [rows]: each row's; stacked rows all go by the first
     scales: Tensor  # [steps, 2]: see training.descent.corrected
 
 
@@ -105,6 +104,8 @@ class GraphTrainer(BlockTrainer):
         self._held: Held | None = None
         self._graphs: dict[tuple[int, bool, bool], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if torch.device(device).type == "cuda" else None
+        # torch 2.11's group norms take nothing but the usual order of memory
+        last = last and not any(isinstance(part, nn.GroupNorm) for part in module.modules())
         self._compiling, self._proving, self._last = compiling, True, last
         super().__init__(module, data, local, seed, loss, device, precision, last)
         self._held, self._graphs, self._proving = None, {}, False  # the proof's were for its own settings
@@ -163,7 +164,7 @@ class GraphTrainer(BlockTrainer):
                 shares=zeros(steps, rows, self.batch),
                 keys=zeros(rows, dtype=torch.long),
                 losses=zeros(rows, dtype=torch.float64),
-                step=zeros(1, dtype=torch.long),
+                step=zeros(rows, dtype=torch.long),
                 scales=torch.tensor(
                     [corrected(step) for step in range(steps)], dtype=layout.dtype, device=device
                 ),
@@ -206,23 +207,28 @@ class GraphTrainer(BlockTrainer):
             held = self._held
             assert held is not None
             held.step.zero_()  # a capture makes a step
+            pool, stream = self._room_for(width)[::-1]
             whole = plain(self.local) and not bent and not self.steps.half
             rate = self.local.rate if whole else None
             tape = self._tape(short, rate)
             where = torch.device("cpu") if self._proving else self.device  # a graph would not pay there
             self._graphs[width, short, bent] = Recorded(
-                lambda: self._body(held, tape, width, short, bent, whole), where, self._pool
+                lambda: self._body(held, tape, width, short, bent, whole), where, pool, stream
             )
         return self._graphs[width, short, bent]
 
     def _tape(self, short: bool, rate: float | None) -> Step:
         return self.steps.get(many=True, short=short, rate=rate)
 
+    def _room_for(self, width: int) -> tuple[Any, Any]:
+        """The stream and the pool that a graph is recorded on."""
+        return None, self._pool
+
     def _body(self, held: Held, tape: Step, width: int, short: bool, bent: bool, whole: bool) -> None:
         """One step of the first `width` rows; `whole`: the tape makes it by itself."""
         first = slice(width)
         more = [self._now(held.shares[:, first], held)] if short else []
-        draw = [held.keys[first], held.step.expand(width)]
+        draw = [held.keys[first], held.step[:1].expand(width)]
         if self.facts.drops:
             more += draw
         examples = self._examples(self._now(held.picks[:, first], held), *draw)
@@ -261,64 +267,8 @@ class GraphTrainer(BlockTrainer):
 
     def _now(self, table: Tensor, held: Held) -> Tensor:
         """The row of a table of steps for this step."""
-        return table.index_select(0, held.step)[0]
+        return table.index_select(0, held.step[:1])[0]
 
     def _scales(self, held: Held) -> tuple[Tensor, Tensor]:
         first, second = self._now(held.scales, held).unbind()
         return first, second
-
-
-class StreamTrainer(GraphTrainer):
-    """Clients side by side, each on a stream of its own inside one graph; several of them after each other.
-
-    With channels_last the weights of convolutions lie in that order while they are trained.
-    """
-
-    @property
-    def capacity(self) -> int:
-        return STREAMS_SMALL if self.layout.parameters < SMALL else STREAMS
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return channels_last(tensor) if self._last and tensor.ndim == 5 else tensor
-
-    def _tape(self, short: bool, rate: float | None) -> Step:
-        tape = self.steps.get(many=False, short=short, rate=rate)
-        return torch.compile(tape, dynamic=False) if self._compiling and not self._proving else tape
-
-    def _body(self, held: Held, tape: Step, width: int, short: bool, bent: bool, whole: bool) -> None:
-        draw = (held.keys[:width], held.step.expand(width))
-        inputs, targets = self._examples(self._now(held.picks[:, :width], held), *draw)
-        shares = self._now(held.shares[:, :width], held) if short else None
-        scales = self._scales(held)
-
-        def one(row: int) -> None:
-            more = [] if shares is None else [shares[row]]
-            if self.facts.drops:
-                more += [held.keys[row], held.step[0]]
-            parameters = [p[row] for p in held.parameters]
-            found = tape(1, *self._halved(parameters), inputs[row], targets[row], *more)
-            moving = 0 if whole else len(self.facts.trainable)
-            if not whole:
-                weights = held.weights.rows(row)
-                weights.corrections = [part[row] for part in held.corrections] if bent else []
-                descend(self.local, weights, self._widened(list(found[:moving])), scales)
-            held.losses[row] += found[moving]
-            self._keep([part[row] for part in held.sums], list(found[moving + 1 :]), short)
-
-        self._abreast(one, width)
-        held.step += 1
-
-    def _abreast(self, one: Callable[[int], None], width: int) -> None:
-        """Each row on a stream of its own; all begin after what was before, and end before what comes."""
-        if self.device.type != "cuda" or width == 1:
-            for row in range(width):
-                one(row)
-            return
-        here = torch.cuda.current_stream(self.device)
-        streams = [torch.cuda.Stream(self.device) for _ in range(width)]  # type: ignore[no-untyped-call]
-        for row, stream in enumerate(streams):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                one(row)
-        for stream in streams:
-            here.wait_stream(stream)

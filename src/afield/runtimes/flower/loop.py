@@ -109,7 +109,7 @@ class Run:
             files.make(folder)
             self.nodes.write(folder)
             self.durable = stack.enter_context(Durable(self.server, folder, fsync=of.fsync))
-            self.accepted = self.durable.updates
+            self.accepted = sum(self.durable.accepted.values())
             for lease in list(self.server.leases.values()):  # their messages went down with the old run
                 self.durable.cancel(lease.task)
         self.door: Server | Durable = self.durable or self.server

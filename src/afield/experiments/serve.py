@@ -1,0 +1,245 @@
+"""From a config to a live service, and its run folder, which goes on over restarts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from afield.core.errors import InputError
+from afield.core.flat import Layout
+from afield.core.keys import Stream, mix
+from afield.core.server import Server
+from afield.core.types import Receipt, Scene
+from afield.experiments.config import Config, config, load_module, read
+from afield.experiments.folder import check_new, environment, write_receipts
+from afield.experiments.run import prepare
+from afield.runtimes.service.plans import plan_for
+from afield.runtimes.service.privacy import Privacy, Private, secret
+from afield.runtimes.service.service import Parts, Terms
+from afield.runtimes.service.trust import Book, write_secret
+from afield.runtimes.simulator import Measurement
+from afield.scenarios.schedulers import Bernoulli, Cohort
+from afield.store.live import Durable
+
+FLUSHED = 2000  # receipts per file; fewer than the store remembers, so that a crash leaves no gap
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What the store is told: how safe, how much, how often."""
+
+    fsync: str = "batch"
+    keep: str = "needed"
+    every: int = 1000
+    seconds: float = 600.0
+
+
+@contextmanager
+def opened(
+    chosen: Config,
+    folder: Path,
+    keys: Path,
+    *,
+    name: str,
+    terms: Terms = Terms(),
+    keeping: Keeping = Keeping(),
+    privacy: Privacy | None = None,
+    own: str | None = None,
+) -> Iterator[Parts]:
+    """The parts of a service over its folder; at the end a snapshot is written and the folder is let go."""
+    if chosen.server.reply != "after":
+        raise InputError(
+            'server.reply = "before" is of simulations: a live client asks after its receipt; set "after"'
+        )
+    log = LiveFolder(folder, chosen, own)
+    try:
+        server, layout, scene, evaluator = _server(log.config, own)
+        about = {"model": own or repr(log.config.model)}
+        door = Durable(server, log.store, table=log.config.runtime.table, about=about, **vars(keeping))
+        with door:
+            log.catch_up(door.receipts)
+            private = None
+            if privacy is not None:
+                private = Private(
+                    privacy, server.strategy, layout, secret(keys / "privacy.key"), door.accepted
+                )
+            scenario: Any = log.config.scenario
+            plan = plan_for(
+                server.strategy,
+                scenario.scheduler,
+                scenario.rounds,
+                scene,
+                number=door.rounds,
+                begun=door.begun,
+                once=private is not None,
+            )
+            yield Parts(
+                name=name,
+                door=door,
+                layout=layout,
+                plan=plan,
+                book=Book(keys / "tokens.json"),
+                folder=folder,
+                table={**log.config.table(), **({} if own is None else {"own": own})},
+                terms=terms,
+                evaluator=evaluator,
+                measuring=log.config.measure,
+                manners=log.config.server,
+                private=private,
+                founded=log.founded,
+                row=log.row,
+            )
+    finally:
+        log.close()
+
+
+def _server(chosen: Config, own: str | None) -> tuple[Server, Layout, Scene, Any]:
+    """The server as on its first day, and what measures it."""
+    if own is None:
+        prepared = prepare(chosen)
+        simulator = prepared.simulator
+        return simulator.server, Layout.of(prepared.module), simulator.scene, simulator.evaluator
+    module = own_module(own, chosen.seed)
+    layout, scenario = Layout.of(module), chosen.scenario
+    strategy: Any = chosen.strategy
+    scene = Scene(chosen.seed, [1] * scenario.clients)
+    rounds: Any = scenario.rounds
+    in_rounds = getattr(strategy, "pace", "arrival") == "round" and isinstance(rounds, Bernoulli | Cohort)
+    if hasattr(strategy, "fitted"):
+        plan: Any = rounds if in_rounds else scenario.scheduler
+        participation = rounds.participation(scenario.clients) if in_rounds else None
+        strategy = strategy.fitted(plan.concurrency(scenario.clients), participation)
+    server = Server(
+        strategy,
+        layout.flatten(module),
+        scenario.clients,
+        parameters=layout.parameters,
+        seed=chosen.seed,
+        max_staleness=chosen.server.max_staleness,
+    )
+    return server, layout, scene, None
+
+
+def own_module(name: str, seed: int) -> nn.Module:
+    """A network of the user's: FILE.py:CLASS, made without arguments. This runs the file: name what you trust."""
+    kind = load_module(name)
+    state = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(mix(seed, Stream.MODEL) >> 1)
+        module = kind()
+    except Exception as error:
+        raise InputError(
+            f"{name} cannot be made: {type(error).__name__}: {error}; it takes no arguments"
+        ) from error
+    finally:
+        torch.default_generator.set_state(state)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{name} is not a torch.nn.Module: give FILE.py:CLASS of one")
+    return module
+
+
+def first_token(keys: Path) -> tuple[Path, bool]:
+    """The operator's token, made at the first start; where it is, and whether it is new."""
+    path, book = keys / "operator.token", Book(keys / "tokens.json")
+    if book.holders:
+        return path, False
+    keys.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _, token = book.add(None, operator=True, note="made at the first start")
+    write_secret(path, (token + "\n").encode())
+    return path, True
+
+
+class LiveFolder:
+    """A run folder that is written to by one process after the other: the same files as a simulation's."""
+
+    def __init__(self, path: Path, chosen: Config, own: str | None) -> None:
+        self.path, self.store = path, path / "store"
+        self._book = path / "service.json"
+        wanted = replace(chosen, runtime=replace(chosen.runtime, name="service"))
+        if self._book.exists():
+            self._continue(wanted, own)
+        else:
+            check_new(path)
+            (path / "receipts").mkdir(parents=True)
+            self.config, self.founded = wanted, time.time()
+            (path / "config.toml").write_text(wanted.toml(), encoding="utf-8")
+            (path / "environment.json").write_text(
+                json.dumps(environment(), indent=2) + "\n", encoding="utf-8"
+            )
+            # last: its presence says that the rest is there
+            self._book.write_text(json.dumps({"founded": self.founded, "own": own}) + "\n", encoding="utf-8")
+        self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._rows: list[Receipt] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
+        self._writing: list[Future[None]] = []
+        self._files = len(list((path / "receipts").glob("*.parquet")))
+
+    def _continue(self, wanted: Config, own: str | None) -> None:
+        told = json.loads(self._book.read_text(encoding="utf-8"))
+        self.founded = told["founded"]
+        self.config = config(read(self.path / "config.toml"))
+        if told["own"] != own:
+            raise InputError(f"{self.path} was begun with --model {told['own']}, not {own}: give the same")
+        before, now = self.config.table(), wanted.table()
+        for key in before:
+            if before[key] != now.get(key) and key not in ("stop", "measure", "runtime", "label"):
+                raise InputError(
+                    f"{self.path} was begun with another {key}: leave CONFIG out to go on, or choose another --out"
+                )
+        self.config = replace(self.config, measure=wanted.measure)
+
+    def catch_up(self, known: dict[int, Receipt]) -> None:
+        """Receipts that a crash kept from their file: the store has them."""
+        last = self._last()
+        rows = list(known.values())
+        numbers = [row.number for row in rows]
+        if last is None:
+            self._rows = rows
+        elif last in numbers:
+            self._rows = rows[numbers.index(last) + 1 :]
+
+    def _last(self) -> int | None:
+        """The number of the last receipt on the disk."""
+        files = sorted((self.path / "receipts").glob("*.parquet"))
+        if not files:
+            return None
+        from pyarrow import parquet
+
+        for file in reversed(files):
+            table = parquet.read_table(file, columns=["number", "refused"]).to_pylist()
+            for row in reversed(table):
+                if not row["refused"]:
+                    return int(row["number"])
+        return None
+
+    def row(self, row: Receipt | Measurement) -> None:
+        if isinstance(row, Measurement):
+            self._metrics.write(json.dumps(row.row()) + "\n")
+            self._metrics.flush()
+            return
+        self._rows.append(row)
+        if len(self._rows) >= FLUSHED:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            path = self.path / "receipts" / f"{self._files:05d}.parquet"
+            self._writing.append(self._writer.submit(write_receipts, self._rows, path))
+            self._files += 1
+            self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.shutdown()
+        self._metrics.close()
+        for done in self._writing:
+            done.result()  # a full disk is told, here

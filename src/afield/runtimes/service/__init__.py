@@ -1,0 +1,1 @@
+"""The live runtime: a durable server that clients join over HTTP."""

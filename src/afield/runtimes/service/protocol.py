@@ -1,0 +1,102 @@
+"""HTTP/1.1 with limits that uvicorn does not have: on the size of a head, and on the time that it may take.
+
+Where the client speaks HTTP/2 (by ALPN, or by its preface on a plain connection) http2.py takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from afield.runtimes.service.http2 import PREFACE, Http2
+
+HEAD_BYTES = 32 * 1024
+HEADERS = 100
+HEAD_SECONDS = 10.0
+
+
+class Http(HttpToolsProtocol):
+    """One connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.heading, self.head_bytes = True, 0
+        self.first = True
+        self.certificate = certificate_of(transport)
+        self.timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._slow)
+        secured = transport.get_extra_info("ssl_object")
+        if secured is not None and secured.selected_alpn_protocol() == "h2":
+            self._hand_over(b"")
+
+    def data_received(self, data: bytes) -> None:
+        if self.first:
+            self.first = False
+            if data[: len(PREFACE)] == PREFACE[: len(data)]:
+                return self._hand_over(data)
+        if self.heading and self.timer is None:
+            self.timer = self.loop.call_later(HEAD_SECONDS, self._slow)
+        before, self.ends = self.heading, 0
+        super().data_received(data)
+        if before and self.heading and not self.ends and self.parser is not None:  # all of it was head
+            self.head_bytes += len(data)
+            if self.head_bytes > HEAD_BYTES:
+                self._refuse(431)
+        return None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > HEADERS:
+            self._refuse(431)
+
+    def on_headers_complete(self) -> None:
+        self._rest()
+        self.ends += 1
+        self.heading, self.head_bytes = False, 0
+        if self.transport.is_closing():
+            return
+        self.scope["state"]["certificate"] = self.certificate
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.heading, self.head_bytes = True, 0
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        super().connection_lost(exc)
+
+    def _rest(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _slow(self) -> None:
+        self.timer = None
+        self._refuse(408)
+
+    def _refuse(self, status: int) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+
+    def _hand_over(self, data: bytes) -> None:
+        self._rest()
+        self.connections.discard(self)
+        other = Http2(self.config, self.server_state, self.app_state, self.loop, self.certificate)
+        self.transport.set_protocol(other)
+        other.connection_made(self.transport)
+        if data:
+            other.data_received(data)
+
+
+def certificate_of(transport: asyncio.BaseTransport) -> bytes | None:
+    """The certificate that the client proved to have, where it was asked for one."""
+    secured: Any = transport.get_extra_info("ssl_object")
+    return None if secured is None else secured.getpeercert(binary_form=True)

@@ -1,0 +1,257 @@
+"""Running it: health, metrics, history, events, promotion, drain, a second owner, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load
+from served import Process, body_of, live, put, until
+from tiny import tiny
+
+from afield.core.errors import InputError
+from afield.runtimes.service.client import Client
+
+NET = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+"""
+
+
+def test_metrics_status_and_history(tmp_path: Path) -> None:
+    with live(tiny(measure={"versions": 2}), tmp_path / "run") as server:
+        http, client = server.http(), server.client(1)
+        for task in client.tasks(4):
+            task.submit(task.base, examples=2)
+        task = client.next_task()
+        assert task is not None
+        put(http, task, b"no")
+        until(
+            lambda: [
+                row
+                for row in http.get("/v1/history").json()["rows"]
+                if row["values"].get("version") == 4 and row["kind"] == "measurement"
+            ]
+        )
+        text = http.get("/metrics").text
+        for line in (
+            "afield_updates_total 4.0",
+            'afield_refusals_total{reason="malformed"} 1.0',
+            "afield_version 4.0",
+            "afield_tasks_open 1.0",
+        ):
+            assert line in text, line
+        told = http.get("/v1/status").json()
+        assert (told["version"], told["updates"], told["tasks"], told["state"]) == (4, 4, 1, "serving")
+        rows = http.get("/v1/history").json()["rows"]
+        kinds = [row["kind"] for row in rows]
+        assert kinds.count("receipt") == 4 and kinds.count("task") == 5
+        assert [row["id"] for row in rows] == sorted({row["id"] for row in rows})
+        last = rows[-3]["id"]
+        assert [row["id"] for row in http.get("/v1/history", params={"after": last}).json()["rows"]] == [
+            rows[-2]["id"],
+            rows[-1]["id"],
+        ]
+        accuracies = [row["values"]["accuracy"] for row in rows if row["kind"] == "measurement"]
+        assert all(0 <= value <= 1 for value in accuracies)
+
+
+def test_events_are_told_as_they_happen_and_go_on_after_the_last_one_seen(tmp_path: Path) -> None:
+    with live(tiny(measure={"versions": 1000}), tmp_path / "run") as server:
+        seen: list[tuple[int, str]] = []
+        ready = threading.Event()
+
+        def listen(after: int | None) -> None:
+            headers = {} if after is None else {"Last-Event-ID": str(after)}
+            with server.http().stream("GET", "/v1/events", headers=headers) as reply:
+                assert reply.headers["content-type"].startswith("text/event-stream")
+                number = 0
+                for line in reply.iter_lines():
+                    ready.set()
+                    if line.startswith("id: "):
+                        number = int(line[4:])
+                    elif line.startswith("event: "):
+                        seen.append((number, line[7:]))
+                    elif line.startswith("data: "):
+                        json.loads(line[6:])
+                    if seen and seen[-1][1] == "receipt":
+                        return
+
+        thread = threading.Thread(target=listen, args=(None,), daemon=True)
+        thread.start()
+        assert ready.wait(20)
+        for task in server.client(0).tasks(1):
+            task.submit(task.base, examples=1)
+        thread.join(20)
+        assert [kind for _, kind in seen if kind != "measurement"] == ["task", "receipt"]
+        task_at = seen[-2][0]
+        seen.clear()
+        listen(task_at)
+        assert [kind for _, kind in seen] == ["receipt"]
+
+
+def test_promotion_and_the_way_back(tmp_path: Path) -> None:
+    with live(tiny(measure={"versions": 1}), tmp_path / "run") as server:
+        http, client = server.http(), server.client(0)
+        assert http.get("/v1/models/promoted").json()["error"] == "no-model"
+        models = []
+        for task in client.tasks(3):
+            models.append(task.base)
+            task.submit(task.base + 1, examples=1)
+        until(lambda: http.get("/v1/status").json()["accuracy"] is not None)
+        until(lambda: (tmp_path / "run" / "models" / f"{3:012d}.safetensors").exists())
+        assert http.post("/v1/promote").json() == {"promoted": 3, "history": [3]}
+        first = http.get("/v1/models/promoted")
+        assert first.headers["afield-version"] == "3"
+        for task in client.tasks(1):
+            task.submit(task.base + 1, examples=1)
+        assert http.post("/v1/promote", params={"version": 4}).json()["history"] == [3, 4]
+        assert http.post("/v1/promote", params={"version": 77}).json()["error"] == "no-model"
+        assert http.get("/v1/models/promoted").headers["afield-version"] == "4"
+        assert http.post("/v1/rollback").json() == {"promoted": 3, "history": [3]}
+        assert http.get("/v1/models/promoted").content == first.content
+        assert http.post("/v1/rollback").json()["error"] == "no-model"
+    with live(tiny(measure={"versions": 1}), tmp_path / "run") as server:
+        again, wanted = load(server.http().get("/v1/models/promoted").content), load(first.content)
+        assert set(again) == set(wanted) and all(torch.equal(again[name], wanted[name]) for name in wanted)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "audit.jsonl").read_text().splitlines()]
+    acts = [line["act"] for line in lines]
+    assert acts.count("update") == 4 and acts.count("promote") == 2 and acts.count("rollback") == 1
+    assert all(line["who"] for line in lines if line["act"] == "update")
+
+
+def test_a_drain_answers_who_waits_and_takes_no_more(tmp_path: Path) -> None:
+    one = tiny(scenario={"scheduler": {"name": "concurrency", "limit": 1}})
+    with live(one, tmp_path / "run") as server:
+        task = server.client(0).next_task()
+        assert task is not None
+        replies: list[httpx.Response] = []
+        waiting = threading.Thread(
+            target=lambda: replies.append(server.http().post("/v1/tasks", params={"client": 1, "wait": 30}))
+        )
+        waiting.start()
+        until(lambda: server.client().status()["waiting"] == 1)
+        server.end()
+        waiting.join(20)
+        assert replies[0].status_code == 503 and replies[0].json()["error"] == "draining"
+        assert int(replies[0].headers["retry-after"]) >= 1
+
+
+def test_a_second_owner_and_another_config_are_refused(tmp_path: Path) -> None:
+    with (
+        live(tiny(), tmp_path / "run"),
+        pytest.raises(InputError, match="is in use by process"),
+        live(tiny(), tmp_path / "run"),
+    ):
+        pass
+    with (
+        pytest.raises(InputError, match="begun with another strategy"),
+        live(tiny("fedbuff"), tmp_path / "run"),
+    ):
+        pass
+    with (
+        pytest.raises(InputError, match="ticks are of virtual time"),
+        live(
+            tiny(
+                "fedbuff",
+                strategy={"name": "fedbuff", "per": "tick", "size": 3},
+                scenario={"scheduler": "ticks"},
+            ),
+            tmp_path / "other",
+        ),
+    ):
+        pass
+
+
+def test_a_client_in_another_language_needs_http_and_safetensors_only(tmp_path: Path) -> None:
+    """Nothing of afield on the client's side: names in another order, as the library writes them."""
+    from safetensors.torch import save
+
+    with live(tiny(), tmp_path / "run") as server:
+        http = server.http()
+        task = http.post("/v1/tasks", params={"client": 3}).json()
+        model = load(http.get(f"/v1/models/{task['version']}").content)
+        trained = save({name: value + 0.5 for name, value in reversed(model.items())})
+        reply = http.put(
+            f"/v1/tasks/{task['number']}/update",
+            params={"lease": task["lease"], "examples": 12},
+            content=trained,
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        assert reply.json()["version"] == 1
+        now = load(http.get("/v1/models/latest").content)
+        assert not any(torch.equal(now[name], model[name]) for name in model)
+
+
+@pytest.mark.slow
+def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
+    """serve, token, join with a network and data of one's own, status, promote; SIGTERM; SIGKILL; and on again."""
+    import numpy as np
+
+    (tmp_path / "my.py").write_text(NET)
+    generator = np.random.default_rng(0)
+    inputs = generator.normal(size=(60, 4)).astype("float32")
+    np.save(tmp_path / "inputs.npy", inputs)
+    np.save(tmp_path / "targets.npy", (inputs[:, 0] > 0).astype("int64") + (inputs[:, 1] > 0))
+    net, out = f"{tmp_path / 'my.py'}:Net", tmp_path / "run"
+    arguments = [
+        "--port",
+        "0",
+        "--model",
+        net,
+        "--set",
+        "scenario.clients=4",
+        "--set",
+        "strategy.size=2",
+        "--strategy",
+        "fedbuff",
+    ]
+
+    def afield(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "afield", *words], capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with Process(out, arguments) as process:
+        url = process.url
+        token = afield("token", "add", "--out", str(out), "--clients", "0-3").strip()
+        told = afield(
+            "join",
+            url,
+            "--token",
+            token,
+            "--clients",
+            "0-3",
+            "--model",
+            net,
+            "--data",
+            str(tmp_path),
+            "--tasks",
+            "5",
+        )
+        assert told == "20 updates were accepted\n"
+        operator = ["--token-file", str(tmp_path / "run.keys" / "operator.token")]
+        assert "version  10" in afield("status", url, *operator)
+        assert afield("promote", url, *operator) == "promoted: version 10\n"
+        assert process.terminate() == 0
+    with Process(out, arguments) as process:
+        with Client(process.url, process.token, client=1, patience=30.0) as client:
+            assert client.status()["version"] == 10
+            task = client.next_task()
+            assert task is not None
+        process.kill()
+    with (
+        Process(out, arguments) as process,
+        httpx.Client(base_url=process.url, headers={"Authorization": f"Bearer {process.token}"}) as http,
+    ):
+        assert put(http, task, body_of(task)).json()["number"] == task.number
