@@ -1,0 +1,466 @@
+"""Simulations beyond one machine: the same loop, its tasks trained by the actors of a Ray cluster (extra `ray`).
+
+A `RayTrainer` is a trainer like any other: what it gives depends on (base, correction, data, task) alone, so it does
+not matter which actor gives it, nor how often actors are lost on the way. `spread` sends whole runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import math
+import os
+import time
+import traceback
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from afield.core.errors import InputError, within
+from afield.core.flat import Layout, finite
+from afield.core.protocols import Data, Trainer
+from afield.core.types import LocalResult, Task
+from afield.scenarios.data import ClientData
+from afield.training.choose import Training, choose, trainer
+from afield.training.layers import pooled
+from afield.training.local import Local, LoopTrainer
+from afield.training.pages import keep_pages
+
+log = logging.getLogger("afield")
+
+DESKS = 2  # calls that an actor has: one that it works at, and the next
+KITS = 16  # runs whose data and engine an actor keeps
+LOSSES = 3  # so many actors may be lost over one part before it counts as what kills them
+PATIENCE = 300.0  # seconds without a single actor before a run gives up
+INLINE = 2**16  # bytes: a smaller vector travels with its call, which beats a look into the object store
+
+T = TypeVar("T")
+S = TypeVar("S")
+Lent = Any  # a vector as bytes, or the reference of one in the object store
+Answer = tuple[Any, int, int, float, dict[str, float]] | Exception  # the model's bytes, and the account of it
+
+
+def connected(address: str) -> Any:
+    """Ray, connected to the cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError("Ray is not installed: pip install 'afield[ray]'") from None
+    if not ray.is_initialized():
+        quiet = {"include_dashboard": False} if address == "local" else {}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"runtime.address = {address!r} leads to no Ray cluster ({' '.join(str(error).split())}): "
+                "start one with ray start --head, or say address = 'local'"
+            ) from error
+    return ray
+
+
+# -- what runs in the cluster ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kit:
+    """All that the tasks of a run have in common; put into the object store once."""
+
+    module: nn.Module
+    data: Any  # packed
+    local: Local
+    seed: int
+    loss: str
+    device: str
+    training: Training
+
+    def trainer(self) -> Trainer:
+        data = unpacked(self.data)
+        if self.training.method == "workers":  # an actor is such a worker
+            return LoopTrainer(pooled(copy.deepcopy(self.module)), data, self.local, self.seed, self.loss)
+        return trainer(self.module, data, self.local, self.seed, self.loss, self.device, self.training)
+
+
+class Actor:
+    """Trains tasks of any run, with the data of the last few; ends with the process that started it."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        keep_pages()
+        self._kits: OrderedDict[str, tuple[Trainer, torch.dtype]] = OrderedDict()
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def train(
+        self, key: str, kit: list[Any], tasks: list[Task], places: list[tuple[int, int | None]], *lent: Any
+    ) -> tuple[str, list[Answer]]:
+        """How it trains, and an answer per task; `places` says which of the vectors are its base and correction."""
+        try:
+            engine, dtype = self._engine(key, kit)
+        except Exception as error:
+            return "", [_told(error) for _ in tasks or [None]]
+        vectors = [_tensor(part, dtype) for part in lent]
+        bases = [vectors[base] for base, _ in places]
+        corrections = [None if other is None else vectors[other] for _, other in places]
+        return engine.method, self._answers(engine, tasks, bases, corrections)
+
+    def _answers(
+        self, engine: Trainer, tasks: list[Task], bases: list[Tensor], corrections: list[Tensor | None]
+    ) -> list[Answer]:
+        try:
+            results = engine.train(tasks, bases, corrections) if tasks else []
+        except Exception as error:
+            if len(tasks) == 1:
+                return [_told(error)]
+            # only who asks for the task that failed is told so
+            alone = zip(tasks, bases, corrections, strict=True)
+            return [answer for t, b, c in alone for answer in self._answers(engine, [t], [b], [c])]
+        return [(_bytes(r.model), r.examples, r.steps, r.rate, dict(r.metrics)) for r in results]
+
+    def _engine(self, key: str, kit: list[Any]) -> tuple[Trainer, torch.dtype]:
+        if key not in self._kits:
+            import ray
+
+            while len(self._kits) >= KITS:
+                self._kits.popitem(last=False)
+            found: Kit = ray.get(kit[0])
+            self._kits[key] = found.trainer(), Layout.of(found.module).dtype
+        self._kits.move_to_end(key)
+        return self._kits[key]
+
+
+def packed(data: Data) -> Any:
+    """The clients' data as arrays, which the actors of a node share in its object store; else as it is."""
+    if not isinstance(data, ClientData):
+        return data
+    tensors = data.inputs, data.targets, torch.cat(data.parts)
+    return [(_bytes(tensor), tensor.dtype, tensor.shape) for tensor in tensors], data.sizes
+
+
+def unpacked(data: Any) -> Data:
+    if not isinstance(data, tuple):
+        return data  # type: ignore[no-any-return]
+    inputs, targets, index = (_tensor(held, dtype).view(shape) for held, dtype, shape in data[0])
+    return ClientData(inputs, targets, list(index.split(data[1])))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """A tensor as an array of bytes, which Ray moves without a copy, whatever its type."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _tensor(held: Any, dtype: torch.dtype) -> Tensor:
+    """The vector that these bytes are. It lies in the object store: nobody may write to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(held).view(dtype)
+
+
+def _told(error: Exception) -> Exception:
+    error.add_note(traceback.format_exc())  # of its cause too, which does not travel
+    return error
+
+
+# -- what runs here -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A task on its way; `answer` comes when it is done."""
+
+    task: Task
+    base: Lent
+    correction: Lent | None
+    answer: Answer | None = None
+
+    def __str__(self) -> str:
+        return f"client {self.task.client}, task {self.task.number}"
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Tasks of one run that are trained in one call, by one actor."""
+
+    key: str
+    kit: Any
+    jobs: list[_Job]
+    lost: int = 0  # actors
+    method: str = ""
+    failure: Exception | None = None  # where no actor can train for this run at all
+
+    def sent(self, actor: Any) -> Any:
+        """The reference of what the actor will answer."""
+        lent: list[Lent] = []
+        seen: dict[int, int] = {}
+
+        def place(vector: Lent) -> int:
+            if id(vector) not in seen:
+                seen[id(vector)] = len(lent)
+                lent.append(vector)
+            return seen[id(vector)]
+
+        places = [
+            (place(job.base), None if job.correction is None else place(job.correction)) for job in self.jobs
+        ]
+        return actor.train.remote(self.key, [self.kit], [job.task for job in self.jobs], places, *lent)
+
+    def done(self, answers: Sequence[Answer]) -> None:
+        for job, answer in zip(self.jobs, answers, strict=True):
+            job.answer = answer
+            job.base = job.correction = None
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """An actor, or the wish for one: it counts once it has answered."""
+
+    actor: Any
+    hello: Any  # reference of its first answer; None once that is there
+    process: int = 0
+    flight: dict[Any, _Part] = field(default_factory=dict)  # by the reference of the answer
+
+
+class Crew:
+    """The actors of a cluster that this process trains with, and the parts that wait for one.
+
+    A lost actor's parts go to the others at once, ahead of all that wait; in its place another is asked for, which
+    takes part as soon as some node has room for it.
+    """
+
+    def __init__(self, address: str, actors: int | None = None, cpus: int = 1, gpus: int = 0) -> None:
+        self.ray = connected(address)
+        kind, each = ("GPU", gpus) if gpus else ("CPU", cpus)
+        room = self.ray.cluster_resources().get(kind, 0.0)
+        self.count = int(room // each) if actors is None else actors
+        if self.count < 1:
+            raise InputError(
+                f"the Ray cluster has {room:g} {kind}s, and an actor takes {each}: add nodes, or lower runtime.cpus"
+            )
+        self._make = self.ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus).remote
+        self._cpus = cpus
+        self.waiting: deque[_Part] = deque()
+        self.lost = 0  # actors, so far
+        self.seats = [self._seat() for _ in range(self.count)]
+
+    def _seat(self) -> _Seat:
+        actor = self._make(self._cpus)
+        return _Seat(actor, actor.process.remote())
+
+    def feed(self) -> None:
+        """Give every actor a part, and its next one before it asks."""
+        ready = [seat for seat in self.seats if seat.hello is None]
+        while self.waiting and ready:
+            seat = min(ready, key=lambda one: len(one.flight))
+            if len(seat.flight) == DESKS:
+                break
+            part = self.waiting.popleft()
+            seat.flight[part.sent(seat.actor)] = part
+
+    def collect(self, patience: float | None) -> bool:
+        """Take what is done, waiting for the first so long (None: for ever), and hand out what is to do."""
+        self.feed()
+        seats = {reference: seat for seat in self.seats for reference in seat.flight}
+        seats |= {seat.hello: seat for seat in self.seats if seat.hello is not None}
+        alone = all(seat.hello is not None for seat in self.seats)
+        limit = PATIENCE if alone and patience is None else patience
+        ready, _ = self.ray.wait(list(seats), num_returns=1, timeout=limit)
+        if not ready and alone and patience is None:
+            raise RuntimeError(
+                f"none of {self.count} actors found a place in {PATIENCE:g} s; the cluster has "
+                f"{self.ray.available_resources()} to spare: add nodes, or end what holds them"
+            )
+        for reference in ready:
+            self._take(seats[reference], reference)
+        self.feed()
+        return bool(ready)
+
+    def _take(self, seat: _Seat, reference: Any) -> None:
+        try:
+            answer = self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError:
+            raise  # of this file's own code: what fails in training is an answer
+        except self.ray.exceptions.RayError as error:
+            self._lose(seat, error)
+            return
+        if reference is seat.hello:
+            seat.hello, seat.process = None, answer
+            return
+        part = seat.flight.pop(reference)
+        part.method, answers = answer
+        if part.jobs:
+            part.done(answers)
+        elif answers:
+            part.failure = answers[0]
+
+    def _lose(self, seat: _Seat, error: Exception) -> None:
+        """Its node, its process or its answer is gone: ask for another actor, and the others for its parts."""
+        self.lost += 1
+        with contextlib.suppress(Exception):  # it may be there after all, cut off
+            self.ray.kill(seat.actor)
+        log.warning(
+            "an actor is lost, its %d parts go to others: %s", len(seat.flight), type(error).__name__
+        )
+        for part in reversed(seat.flight.values()):
+            part.lost += 1
+            if part.lost < LOSSES:
+                self.waiting.appendleft(part)
+                continue
+            where = "; ".join(map(str, part.jobs)) or "the first call"
+            reason = RuntimeError(
+                f"training failed ({where}): {part.lost} actors were lost over it; if memory ran out, give each "
+                f"more CPUs (runtime.cpus), or lower runtime.block: {str(error).strip().splitlines()[0]}"
+            )
+            part.failure = reason
+            part.done([reason] * len(part.jobs))
+        self.seats[self.seats.index(seat)] = self._seat()
+
+    def close(self) -> None:
+        for seat in self.seats:
+            with contextlib.suppress(Exception):
+                self.ray.kill(seat.actor)
+        self.seats, self.waiting = [], deque()
+
+
+@functools.cache
+def crew(address: str, actors: int | None, cpus: int, gpus: int) -> Crew:
+    """One crew for all runs of this process: starting an actor takes seconds. Ray ends it with the process."""
+    return Crew(address, actors, cpus, gpus)
+
+
+class RayTrainer:
+    """Trains the tasks of a run by a crew: one at a time where local training is a loop, else in equal parts.
+
+    How a block is parted depends on the number of actors asked for, never on who is there: so bits do not depend on
+    losses. `crew` is shared by the runs of a process unless you give one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Data,
+        local: Local,
+        seed: int,
+        loss: str = "cross-entropy",
+        device: str = "cpu",
+        training: Training = Training(),
+        *,
+        address: str = "auto",
+        actors: int | None = None,
+        cpus: int = 1,
+        by: Crew | None = None,
+    ) -> None:
+        within("cpus", cpus, 1, math.inf)
+        kind = torch.device(device).type
+        if training.method == "auto":  # two cores: that there is more than one
+            training = training.by(choose(module, device, cores=2))
+        self.crew = crew(address, actors, cpus, int(kind == "cuda")) if by is None else by
+        self.layout = Layout.of(module)
+        kit = Kit(copy.deepcopy(module).cpu(), packed(data), local, seed, loss, kind, training)
+        self._kit = self.crew.ray.put(kit)
+        self._key = self._kit.hex()
+        self._lent = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self.method = self._asked(training.method)
+
+    def train(
+        self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+    ) -> list[LocalResult]:
+        """One result per task, in order."""
+        return [result() for result in self.ahead(tasks, bases, corrections)]
+
+    def ahead(
+        self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+    ) -> list[Callable[[], LocalResult]]:
+        """Begin to train: a function per task, which waits for its result.
+
+        As for workers: bases and corrections must stay as they are until the result is taken, or is of no interest.
+        """
+        jobs, calls = [], []
+        for task, base, correction in zip(tasks, bases, corrections, strict=True):
+            if base.shape != (self.layout.size,):
+                raise InputError(
+                    f"a base of shape {tuple(base.shape)} is not a model of {self.layout.size} elements"
+                )
+            given = None if correction is None else self._lend(correction.to(self.layout.dtype))
+            jobs.append(_Job(task, self._lend(base), given))
+        width = 1 if self.method in ("loop", "workers") else -(-len(jobs) // self.crew.count)
+        for start in range(0, len(jobs), max(1, width)):
+            part = _Part(self._key, self._kit, jobs[start : start + width])
+            self.crew.waiting.append(part)
+            calls += [
+                functools.partial(self._result, part, job, bases[start + at])
+                for at, job in enumerate(part.jobs)
+            ]
+        self.crew.feed()
+        return calls
+
+    def _asked(self, wanted: str) -> str:
+        """How the actors train: a part without tasks lets the first of them load what it needs, or say why not."""
+        part = _Part(self._key, self._kit, [])
+        self.crew.waiting.appendleft(part)
+        began = time.perf_counter()
+        while not part.method and part.failure is None:
+            self.crew.collect(None)
+        if part.failure is not None:
+            raise part.failure
+        log.debug("an actor was ready after %.1f s", time.perf_counter() - began)
+        if part.method != wanted and wanted != "workers":
+            log.warning(
+                "training.method = %r cannot take this model, it trains by %s", wanted, part.method
+            )
+        return wanted if wanted == "workers" else part.method
+
+    def _result(self, part: _Part, job: _Job, base: Tensor) -> LocalResult:
+        """What came of a task; the actors go on with others meanwhile."""
+        crew = self.crew
+        if part in crew.waiting:  # the first that is asked for is the first that is needed
+            crew.waiting.remove(part)
+            crew.waiting.appendleft(part)
+        while job.answer is None:
+            crew.collect(None)
+        while crew.waiting and crew.collect(0.0):
+            pass
+        if isinstance(job.answer, Exception):
+            raise job.answer
+        held, *account = job.answer
+        # a copy: what is kept until its update arrives would fill the object store
+        model = _tensor(held, self.layout.dtype).to(base.device, copy=True)
+        return LocalResult(model, *account, finite=finite(model))
+
+    def _lend(self, vector: Tensor) -> Lent:
+        """The vector as calls take it: put into the object store once, however many tasks need it."""
+        if vector.nbytes <= INLINE:
+            return _bytes(vector)
+        state, reference = self._lent.get(vector, (-1, None))
+        if state != vector._version:  # vectors are reused: the same tensor may be another model
+            state, reference = vector._version, self.crew.ray.put(_bytes(vector))
+            self._lent[vector] = state, reference
+        return reference
+
+
+def spread(
+    work: Callable[[T], S], items: Sequence[T], *, address: str = "auto", cpus: int = 1, gpus: int = 0
+) -> Generator[tuple[int, S]]:
+    """Do the work on every item somewhere in the cluster: (which, what came of it) in the order of their ends.
+
+    An item whose node or process is lost is begun anew elsewhere.
+    """
+    ray = connected(address)
+    remote = ray.remote(work).options(num_cpus=cpus, num_gpus=gpus, max_retries=LOSSES)
+    running = {remote.remote(item): number for number, item in enumerate(items)}
+    try:
+        while running:
+            ready, _ = ray.wait(list(running), num_returns=1)
+            result = ray.get(ready[0])
+            yield running.pop(ready[0]), result
+    finally:
+        for reference in running:
+            with contextlib.suppress(Exception):
+                ray.cancel(reference, force=True)
