@@ -6,10 +6,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+STORE = 200 * 2**20  # bytes of a node's object store
 # Outside of a network namespace with nothing but loopback, Ray takes 127.0.0.1 for the machine's outer address, and
 # hangs where that does not lead back.
 ALONE = 'ip link set lo up && exec "$@"'
@@ -18,7 +18,11 @@ ALONE = 'ip link set lo up && exec "$@"'
 def in_own_network(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a command where there is no network but loopback."""
     flag = "-n" if os.geteuid() == 0 else "-rn"
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "OMP_NUM_THREADS": "1"}
+    quiet = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     # a dead node is noticed after 2 s, not 20
     quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
     return subprocess.run(
@@ -32,30 +36,28 @@ def in_own_network(command: Sequence[str], seconds: float) -> subprocess.Complet
 
 
 @contextlib.contextmanager
-def nodes(*cpus: int) -> Iterator[list[Any]]:
-    """A cluster with one node per number, the first being the head; gives the nodes, and ends them all."""
+def cluster(*cpus: int) -> Iterator[Any]:
+    """A cluster with one node per number, the first being the head; all are ended."""
+    import ray
     from ray.cluster_utils import Cluster
 
-    settings = {"include_dashboard": False, "object_store_memory": 200 * 2**20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **settings})
+    head = {"num_cpus": cpus[0], "include_dashboard": False, "object_store_memory": STORE}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
-        others = [made.add_node(num_cpus=count, object_store_memory=200 * 2**20) for count in cpus[1:]]
+        for count in cpus[1:]:
+            add_node(made, count)
         made.wait_for_nodes()
         os.environ["RAY_ADDRESS"] = made.address
-        yield [made.head_node, *others]
+        yield made
     finally:
-        import ray
-
         ray.shutdown()
         made.shutdown()
 
 
+def add_node(made: Any, cpus: int = 1) -> Any:
+    return made.add_node(num_cpus=cpus, object_store_memory=STORE)
+
+
 def kill_node(node: Any) -> None:
-    """Kill a node's raylet, as if its machine had lost power."""
+    """Kill a node's raylet; its workers end with it."""
     os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    # python tests/cluster.py COMMAND...: for a look around by hand
-    with nodes(1, 1):
-        sys.exit(subprocess.call(sys.argv[1:]))

@@ -17,6 +17,7 @@ from afield.experiments.config import Experiment, experiment, presets, read
 from afield.experiments.folder import check_new, slug
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
+from afield.experiments.spread import run_spread
 from afield.experiments.sweep import prepare_all, run_together
 from afield.reports import load, tables
 from afield.scenarios.data import Quadratic
@@ -40,6 +41,10 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="One seed in place of the config's seeds.")] = None,
+    engine: Annotated[
+        Literal["here", "ray"],
+        typer.Option(help="Where the runs go: here, or one by one over a Ray cluster."),
+    ] = "here",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more; full tracebacks.")] = False,
 ) -> None:
     """Simulate: with no argument, five algorithms race on the same 50 clients."""
@@ -52,7 +57,7 @@ def run(
     chosen = experiment(table, strategy=strategy, seed=seed, settings=settings or ())
     folder = out if out is not None else _free(Path("runs"), chosen.name)
     places = _check(chosen, folder)
-    _run_all(chosen, places)
+    _run_all(chosen, places, engine)
     console = screen()
     runs = load.find(places)
     comparison = tables.compare(runs, chosen.target)
@@ -117,8 +122,13 @@ def _check(chosen: Experiment, folder: Path) -> list[Path]:
     return places
 
 
-def _run_all(chosen: Experiment, places: list[Path]) -> None:
+def _run_all(chosen: Experiment, places: list[Path], engine: str = "here") -> None:
     with Progress(chosen.runs) as progress:
+        if engine == "ray":
+            with closing(run_spread(chosen.runs, places)) as ends:
+                for number, ended in ends:
+                    progress.done(chosen.runs[number], ended)
+            return
         if chosen.sweep.together:
             runs = prepare_all(chosen.runs)
             with closing(run_together(runs, places)) as numbered:

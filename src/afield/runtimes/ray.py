@@ -11,11 +11,8 @@ import copy
 import functools
 import logging
 import math
-import os
 import time
-import traceback
-import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,26 +23,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from afield.core.errors import InputError, within
 from afield.core.flat import Layout, finite
-from afield.core.protocols import Data, Trainer
+from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
-from afield.scenarios.data import ClientData
-from afield.training.choose import Training, choose, trainer
-from afield.training.layers import pooled
-from afield.training.local import Local, LoopTrainer
-from afield.training.pages import keep_pages
+from afield.runtimes.actor import Actor, Answer, Kit, packed, to_bytes, to_tensor
+from afield.training.choose import Training, choose
+from afield.training.local import Local
 
 log = logging.getLogger("afield")
 
 DESKS = 2  # calls that an actor has: one that it works at, and the next
-KITS = 16  # runs whose data and engine an actor keeps
 LOSSES = 3  # so many actors may be lost over one part before it counts as what kills them
 PATIENCE = 300.0  # seconds without a single actor before a run gives up
-INLINE = 2**16  # bytes: a smaller vector travels with its call, which beats a look into the object store
+INLINE = 100_000  # bytes: a smaller vector travels with its call, as Ray's own small objects do
 
 T = TypeVar("T")
 S = TypeVar("S")
 Lent = Any  # a vector as bytes, or the reference of one in the object store
-Answer = tuple[Any, int, int, float, dict[str, float]] | Exception  # the model's bytes, and the account of it
 
 
 def connected(address: str) -> Any:
@@ -64,112 +57,6 @@ def connected(address: str) -> Any:
                 "start one with ray start --head, or say address = 'local'"
             ) from error
     return ray
-
-
-# -- what runs in the cluster ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kit:
-    """All that the tasks of a run have in common; put into the object store once."""
-
-    module: nn.Module
-    data: Any  # packed
-    local: Local
-    seed: int
-    loss: str
-    device: str
-    training: Training
-
-    def trainer(self) -> Trainer:
-        data = unpacked(self.data)
-        if self.training.method == "workers":  # an actor is such a worker
-            return LoopTrainer(pooled(copy.deepcopy(self.module)), data, self.local, self.seed, self.loss)
-        return trainer(self.module, data, self.local, self.seed, self.loss, self.device, self.training)
-
-
-class Actor:
-    """Trains tasks of any run, with the data of the last few; ends with the process that started it."""
-
-    def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        keep_pages()
-        self._kits: OrderedDict[str, tuple[Trainer, torch.dtype]] = OrderedDict()
-
-    def process(self) -> int:
-        return os.getpid()
-
-    def train(
-        self, key: str, kit: list[Any], tasks: list[Task], places: list[tuple[int, int | None]], *lent: Any
-    ) -> tuple[str, list[Answer]]:
-        """How it trains, and an answer per task; `places` says which of the vectors are its base and correction."""
-        try:
-            engine, dtype = self._engine(key, kit)
-        except Exception as error:
-            return "", [_told(error) for _ in tasks or [None]]
-        vectors = [_tensor(part, dtype) for part in lent]
-        bases = [vectors[base] for base, _ in places]
-        corrections = [None if other is None else vectors[other] for _, other in places]
-        return engine.method, self._answers(engine, tasks, bases, corrections)
-
-    def _answers(
-        self, engine: Trainer, tasks: list[Task], bases: list[Tensor], corrections: list[Tensor | None]
-    ) -> list[Answer]:
-        try:
-            results = engine.train(tasks, bases, corrections) if tasks else []
-        except Exception as error:
-            if len(tasks) == 1:
-                return [_told(error)]
-            # only who asks for the task that failed is told so
-            alone = zip(tasks, bases, corrections, strict=True)
-            return [answer for t, b, c in alone for answer in self._answers(engine, [t], [b], [c])]
-        return [(_bytes(r.model), r.examples, r.steps, r.rate, dict(r.metrics)) for r in results]
-
-    def _engine(self, key: str, kit: list[Any]) -> tuple[Trainer, torch.dtype]:
-        if key not in self._kits:
-            import ray
-
-            while len(self._kits) >= KITS:
-                self._kits.popitem(last=False)
-            found: Kit = ray.get(kit[0])
-            self._kits[key] = found.trainer(), Layout.of(found.module).dtype
-        self._kits.move_to_end(key)
-        return self._kits[key]
-
-
-def packed(data: Data) -> Any:
-    """The clients' data as arrays, which the actors of a node share in its object store; else as it is."""
-    if not isinstance(data, ClientData):
-        return data
-    tensors = data.inputs, data.targets, torch.cat(data.parts)
-    return [(_bytes(tensor), tensor.dtype, tensor.shape) for tensor in tensors], data.sizes
-
-
-def unpacked(data: Any) -> Data:
-    if not isinstance(data, tuple):
-        return data  # type: ignore[no-any-return]
-    inputs, targets, index = (_tensor(held, dtype).view(shape) for held, dtype, shape in data[0])
-    return ClientData(inputs, targets, list(index.split(data[1])))
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """A tensor as an array of bytes, which Ray moves without a copy, whatever its type."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def _tensor(held: Any, dtype: torch.dtype) -> Tensor:
-    """The vector that these bytes are. It lies in the object store: nobody may write to it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.from_numpy(held).view(dtype)
-
-
-def _told(error: Exception) -> Exception:
-    error.add_note(traceback.format_exc())  # of its cause too, which does not travel
-    return error
-
-
-# -- what runs here -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +138,7 @@ class Crew:
         self.seats = [self._seat() for _ in range(self.count)]
 
     def _seat(self) -> _Seat:
-        actor = self._make(self._cpus)
+        actor = self._make(self._cpus, self.ray.get)
         return _Seat(actor, actor.process.remote())
 
     def feed(self) -> None:
@@ -305,9 +192,7 @@ class Crew:
         self.lost += 1
         with contextlib.suppress(Exception):  # it may be there after all, cut off
             self.ray.kill(seat.actor)
-        log.warning(
-            "an actor is lost, its %d parts go to others: %s", len(seat.flight), type(error).__name__
-        )
+        log.warning("an actor is lost, its %d parts go to others: %s", len(seat.flight), type(error).__name__)
         for part in reversed(seat.flight.values()):
             part.lost += 1
             if part.lost < LOSSES:
@@ -368,6 +253,9 @@ class RayTrainer:
         self._key = self._kit.hex()
         self._lent = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
         self.method = self._asked(training.method)
+        # Where tasks are trained one by one, each is begun as soon as it is dispatched. Else never early: how wide
+        # the parts are would depend on the clock.
+        self.eager = self.method in ("loop", "workers")
 
     def train(
         self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
@@ -390,7 +278,7 @@ class RayTrainer:
                 )
             given = None if correction is None else self._lend(correction.to(self.layout.dtype))
             jobs.append(_Job(task, self._lend(base), given))
-        width = 1 if self.method in ("loop", "workers") else -(-len(jobs) // self.crew.count)
+        width = 1 if self.eager else -(-len(jobs) // self.crew.count)
         for start in range(0, len(jobs), max(1, width)):
             part = _Part(self._key, self._kit, jobs[start : start + width])
             self.crew.waiting.append(part)
@@ -412,9 +300,7 @@ class RayTrainer:
             raise part.failure
         log.debug("an actor was ready after %.1f s", time.perf_counter() - began)
         if part.method != wanted and wanted != "workers":
-            log.warning(
-                "training.method = %r cannot take this model, it trains by %s", wanted, part.method
-            )
+            log.warning("training.method = %r cannot take this model, it trains by %s", wanted, part.method)
         return wanted if wanted == "workers" else part.method
 
     def _result(self, part: _Part, job: _Job, base: Tensor) -> LocalResult:
@@ -431,16 +317,16 @@ class RayTrainer:
             raise job.answer
         held, *account = job.answer
         # a copy: what is kept until its update arrives would fill the object store
-        model = _tensor(held, self.layout.dtype).to(base.device, copy=True)
+        model = to_tensor(held, self.layout.dtype).to(base.device, copy=True)
         return LocalResult(model, *account, finite=finite(model))
 
     def _lend(self, vector: Tensor) -> Lent:
         """The vector as calls take it: put into the object store once, however many tasks need it."""
         if vector.nbytes <= INLINE:
-            return _bytes(vector)
+            return to_bytes(vector)
         state, reference = self._lent.get(vector, (-1, None))
         if state != vector._version:  # vectors are reused: the same tensor may be another model
-            state, reference = vector._version, self.crew.ray.put(_bytes(vector))
+            state, reference = vector._version, self.crew.ray.put(to_bytes(vector))
             self._lent[vector] = state, reference
         return reference
 

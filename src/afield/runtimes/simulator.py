@@ -141,6 +141,8 @@ class Simulator:
         self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
+        # a trainer of many hands begins what it can: blocks of what was dispatched late are too narrow for all
+        self.eager = bool(getattr(trainer, "eager", False))
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
         self.ended = ""  # why the run ended, once it has
@@ -219,6 +221,8 @@ class Simulator:
             self.push(self.measuring.time, LAST, MEASURE, 1)
         self.flow.begin(self)
         while not self.ended:
+            if self.eager and len(self.flights) > len(self.results) and (wanted := self._wanted(None)).tasks:
+                self._trained(wanted, (yield wanted))
             near = self.near and (not self.heap or self.near[0] < self.heap[0])
             earliest = self.near if near else self.heap
             if not earliest:
@@ -320,7 +324,7 @@ class Simulator:
                 self.start_or_wait(task.client)
         self.flow.stepped(self)
 
-    def _wanted(self, first: Task) -> Wanted:
+    def _wanted(self, first: Task | None) -> Wanted:
         """What is in flight, earliest arrivals first, as much as the block limit leaves room for.
 
         `first` arrives now. The heap gives the others in order, so a block costs by its own length, whatever is in
@@ -328,7 +332,7 @@ class Simulator:
         """
         room = self.block - len(self.results)
         horizon = math.inf if self.stop.time is None else self.stop.time
-        tasks = [first]
+        tasks = [] if first is None else [first]
         while len(tasks) < room and self.heap and self.heap[0][0] <= horizon:
             event = heapq.heappop(self.heap)
             heapq.heappush(self.near, event)
