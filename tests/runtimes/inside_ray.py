@@ -201,23 +201,31 @@ def test_a_task_that_kills_every_actor_ends_the_run_and_no_other(hands: Crew) ->
     assert torch.equal(calls[0]().model, expected[0].model)
 
 
+def all_there(hands: Crew) -> None:
+    while any(seat.hello is not None for seat in hands.seats):
+        hands.collect(None)
+
+
 def test_a_lost_process_and_then_a_lost_node_change_nothing(
     nodes: Any, hands: Crew, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = cnn()
     trainer = on_ray(module)
-    while any(seat.hello is not None for seat in hands.seats):
-        hands.collect(None)
+    [second] = list(nodes.worker_nodes)
+    all_there(hands)
     before = hands.lost
 
     def end_an_actor() -> None:
         os.kill(hands.seats[0].process, signal.SIGKILL)
 
-    [second] = list(nodes.worker_nodes)
+    def end_a_node() -> None:
+        all_there(hands)  # so one is on that node
+        kill_node(second)
+
     with caplog.at_level(logging.WARNING, "afield"):
         log, model = log_and_model(
             simulation(FedAsync(), module, trainer, updates=400),
-            {40: end_an_actor, 200: lambda: kill_node(second)},
+            {40: end_an_actor, 200: end_a_node},
         )
     expected_log, expected = log_and_model(simulation(FedAsync(), module, None, updates=400))
     assert log == expected_log
@@ -227,8 +235,7 @@ def test_a_lost_process_and_then_a_lost_node_change_nothing(
     # the cluster is given another node: the actor that found no place is there again
     nodes.remove_node(second)
     add_node(nodes)
-    while any(seat.hello is not None for seat in hands.seats):
-        hands.collect(None)
+    all_there(hands)
     again_log, again = log_and_model(simulation(FedAsync(), module, trainer, updates=400))
     assert again_log == log
     assert torch.equal(again, model)

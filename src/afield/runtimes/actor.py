@@ -59,24 +59,32 @@ class Actor:
     def process(self) -> int:
         return os.getpid()
 
+    def method(self, key: str, kit: list[Any]) -> str | Exception:
+        """How tasks of this run are trained here, or why they cannot be."""
+        try:
+            return self._engine(key, kit)[0].method
+        except Exception as error:
+            return _told(error)
+
     def train(
         self, key: str, kit: list[Any], tasks: list[Task], places: list[tuple[int, int | None]], *lent: Any
-    ) -> tuple[str, list[Answer]]:
-        """How it trains, and an answer per task; `places` says which of the vectors are its base and correction."""
-        try:
-            engine, dtype = self._engine(key, kit)
-        except Exception as error:
-            return "", [_told(error) for _ in tasks or [None]]
+    ) -> list[Answer]:
+        """An answer per task; `places` says which of the vectors are its base and its correction."""
+        engine, dtype = self._engine(key, kit)
         vectors = [to_tensor(part, dtype) for part in lent]
         bases = [vectors[base] for base, _ in places]
         corrections = [None if other is None else vectors[other] for _, other in places]
-        return engine.method, self._answers(engine, tasks, bases, corrections)
+        return self._answers(engine, tasks, bases, corrections)
+
+    def train_one(self, *arguments: Any) -> Answer:
+        """The same for a single task, as what one reference stands for."""
+        return self.train(*arguments)[0]
 
     def _answers(
         self, engine: Trainer, tasks: list[Task], bases: list[Tensor], corrections: list[Tensor | None]
     ) -> list[Answer]:
         try:
-            results = engine.train(tasks, bases, corrections) if tasks else []
+            results = engine.train(tasks, bases, corrections)
         except Exception as error:
             if len(tasks) == 1:
                 return [_told(error)]
