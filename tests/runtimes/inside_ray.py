@@ -245,7 +245,7 @@ def test_a_lost_process_and_then_a_lost_node_change_nothing(
 
 
 def receipts(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = load.find([folder])[0].receipts().to_pylist()
+    found: list[dict[str, Any]] = load.find([folder])[0].receipts.to_pylist()
     return found
 
 

@@ -216,9 +216,8 @@ class Crew:
             else:
                 seat.flight[reference].take(self.ray)
                 del seat.flight[reference]
-        except self.ray.exceptions.RayTaskError:
-            raise  # of our own code: what fails in training is an answer
         except self.ray.exceptions.RayError as error:
+            # also what fails outside of training, where that is an answer: an actor whose node dies cannot fetch
             self._lose(seat, error)
 
     def _lose(self, seat: _Seat, error: Exception) -> None:
@@ -239,7 +238,7 @@ class Crew:
             where = "; ".join(map(str, part.jobs)) or "its first call"
             reason = RuntimeError(
                 f"training failed ({where}): {part.lost} actors were lost over it; if memory ran out, give each "
-                f"more CPUs (runtime.cpus), or lower runtime.block: {str(error).strip().splitlines()[0]}"
+                f"more CPUs (runtime.cpus), or lower runtime.block: {str(error).strip().splitlines()[-1]}"
             )
             part.method = reason
             part.done([reason] * len(part.jobs))
