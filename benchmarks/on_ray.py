@@ -68,6 +68,9 @@ def training(updates: int, turns: int) -> dict[str, Any]:
                     afield.FedAsync(), module, data, stop=Stop(updates=updates), by=trainers[name], **parts()
                 )
                 found[name] = timed(simulator, updates)
+                del simulator
+                while any(seat.flight for seat in trainers["ray"].crew.seats):  # what the run began, and left
+                    trainers["ray"].crew.collect(None)
             if found["ray"][1] != found["workers"][1] or not torch.equal(
                 found["ray"][2], found["workers"][2]
             ):
@@ -131,7 +134,8 @@ def many(updates: int, actors: int = 16) -> dict[str, Any]:
         while any(seat.hello is not None for seat in trainer.crew.seats):
             trainer.crew.collect(None)
         for name, eager in (("early", True), ("late", False)):
-            trainer.eager = eager
+            if not eager:
+                trainer.hungry = bool
             simulator = assemble(
                 afield.FedAsync(), module, data, stop=Stop(updates=updates), by=trainer, **parts()
             )

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class _Job:
     base: Lent
     correction: Lent | None
     answer: Answer | None = None
+    asker: Callable[[], object] = bool  # gives who may ask for the answer; None: nobody can any more
 
     def __str__(self) -> str:
         return f"client {self.task.client}, task {self.task.number}"
@@ -84,6 +86,11 @@ class _Part:
     joins: bool = False  # may share a call with others: their tasks are trained one by one
     lost: int = 0  # actors
     method: str | Exception = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Not where all its tasks were cancelled, or their run is over."""
+        return not self.jobs or any(job.asker() is not None for job in self.jobs)
 
     def done(self, answers: Sequence[Answer]) -> None:
         for job, answer in zip(self.jobs, answers, strict=True):
@@ -170,6 +177,12 @@ class Crew:
         actor = self._make(self._cpus, self.ray.get)
         return _Seat(actor, actor.process.remote())
 
+    def free(self) -> bool:
+        """Whether nothing waits for an actor, but an actor for something."""
+        return not self.waiting and any(
+            seat.hello is None and len(seat.flight) < DESKS for seat in self.seats
+        )
+
     def feed(self) -> None:
         """Give every actor a call, and its next one before it asks."""
         ready = [seat for seat in self.seats if seat.hello is None]
@@ -177,6 +190,9 @@ class Crew:
             seat = min(ready, key=lambda one: len(one.flight))
             if len(seat.flight) == DESKS:
                 break
+            if not self.waiting[0].wanted:
+                self.waiting.popleft()
+                continue
             # the fewer are left, the smaller the calls, so that all actors end at the same time
             room = min(JOINED, len(self.waiting) // (DESKS * len(ready)))
             parts = [self.waiting.popleft()]
@@ -290,9 +306,7 @@ class RayTrainer:
         self._key = self._kit.hex()
         self._lent = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
         self.method = self._asked(training.method)
-        # Where tasks are trained one by one, each is begun as soon as it is dispatched. Else never early: how wide
-        # the parts are would depend on the clock.
-        self.eager = self.method in ("loop", "workers")
+        self.singly = self.method in ("loop", "workers")  # tasks are trained one by one
 
     def train(
         self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
@@ -307,7 +321,8 @@ class RayTrainer:
 
         As for workers: bases and corrections must stay as they are until the result is taken, or is of no interest.
         """
-        jobs, calls = [], []
+        jobs: list[_Job] = []
+        calls: list[Callable[[], LocalResult]] = []
         for task, base, correction in zip(tasks, bases, corrections, strict=True):
             if base.shape != (self.layout.size,):
                 raise InputError(
@@ -315,17 +330,25 @@ class RayTrainer:
                 )
             given = None if correction is None else self._lend(correction.to(self.layout.dtype))
             jobs.append(_Job(task, self._lend(base), given))
-        width = 1 if self.eager else -(-len(jobs) // self.crew.count)
+        width = 1 if self.singly else -(-len(jobs) // self.crew.count)
         for start in range(0, len(jobs), max(1, width)):
             small = self.layout.size * self.layout.dtype.itemsize <= INLINE
-            part = _Part(self._key, self._kit, jobs[start : start + width], small, joins=small and self.eager)
+            part = _Part(
+                self._key, self._kit, jobs[start : start + width], small, joins=small and self.singly
+            )
             self.crew.waiting.append(part)
-            calls += [
-                functools.partial(self._result, part, job, bases[start + at])
-                for at, job in enumerate(part.jobs)
-            ]
+            for at, job in enumerate(part.jobs):
+                calls.append(functools.partial(self._result, part, job, bases[start + at]))
+                job.asker = weakref.ref(calls[-1])
         self.crew.feed()
         return calls
+
+    def hungry(self) -> bool:
+        """Whether a desk is free: then what was dispatched since the last block may as well be begun.
+
+        Only where tasks are trained one by one: else the width of parts, and so their bits, would depend on the clock.
+        """
+        return self.singly and self.crew.free()
 
     def _asked(self, wanted: str) -> str:
         """How the actors train: a part without tasks lets the first of them load what it needs, or say why not."""

@@ -141,8 +141,8 @@ class Simulator:
         self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
-        # a trainer of many hands begins what it can: blocks of what was dispatched late are too narrow for all
-        self.eager = bool(getattr(trainer, "eager", False))
+        # whether a trainer of many hands could begin more: a block may be too narrow for all of them
+        self.hungry: Callable[[], bool] = getattr(trainer, "hungry", bool)
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
         self.ended = ""  # why the run ended, once it has
@@ -221,7 +221,7 @@ class Simulator:
             self.push(self.measuring.time, LAST, MEASURE, 1)
         self.flow.begin(self)
         while not self.ended:
-            if self.eager and len(self.flights) > len(self.results) and (wanted := self._wanted(None)).tasks:
+            if self.hungry() and (wanted := self._wanted(None)).tasks:
                 self._trained(wanted, (yield wanted))
             near = self.near and (not self.heap or self.near[0] < self.heap[0])
             earliest = self.near if near else self.heap
