@@ -115,7 +115,7 @@ def unpacked(data: Any) -> Data:
     if not isinstance(data, tuple):
         return data  # type: ignore[no-any-return]
     inputs, targets, index = (to_tensor(held, dtype).view(shape) for held, dtype, shape in data[0])
-    return ClientData(inputs, targets, list(index.split(data[1])))
+    return ClientData(inputs, targets, list(torch.split(index, data[1])))
 
 
 def to_bytes(tensor: Tensor) -> Any:
