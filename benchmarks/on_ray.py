@@ -39,6 +39,7 @@ from afield.scenarios.data import ClientData
 from afield.training.choose import Training
 from afield.training.workers import WorkersTrainer
 
+CLIENTS = workload.CLIENTS  # a number travels to an actor, a module beside this file does not
 SWEEP = ("run", "default", "--strategy", "fedbuff", "--set", "stop.time=1e9")
 
 
@@ -118,7 +119,7 @@ class Dozing:
     """Clients whose batches take 30 ms each, and no core."""
 
     def __init__(self) -> None:
-        self.sizes: Sequence[int] = [1] * workload.CLIENTS
+        self.sizes: Sequence[int] = [1] * CLIENTS
 
     def batch(self, client: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         time.sleep(0.03)

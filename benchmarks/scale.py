@@ -56,7 +56,8 @@ class RegionalState(ServerState):
     bases: list[list[int]]  # per region, of the updates it holds
     total: Tensor  # of the messages at the global server
     held: int = 0
-    links: list[tuple[float, int, int, Message | None]] = field(default_factory=list)  # under way: a heap
+    # under way, a heap: when, which, whose region, and what: a message up, or a version down
+    links: list[tuple[float, int, int, Message | int]] = field(default_factory=list)
     sent: int = 0
     staleness: list[int] = field(default_factory=list)  # of every update, when the global server folds it
 
@@ -136,14 +137,13 @@ class RegionalServer(Server):
         rule, state = self.strategy, self.state
         while state.links and state.links[0][0] <= now:
             when, number, region, message = heapq.heappop(state.links)
-            if message is not None:
+            if isinstance(message, Message):
                 rule.fold(state, message)
-                heapq.heappush(state.links, (when + rule.link, number, region, None))
-                continue
-            # as of now: whatever stepped since the message was answered is newer still, by less than a link
-            self.versions.lease(state.version, state.version, self.model)
-            self.versions.release(self.at[region])
-            self.at[region] = state.version
+                self.versions.lease(state.version, state.version, self.model)  # sent down: it must stay
+                heapq.heappush(state.links, (when + rule.link, number, region, state.version))
+            else:
+                self.versions.release(self.at[region])
+                self.at[region] = message
 
 
 class Pulls:
