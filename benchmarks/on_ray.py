@@ -76,6 +76,9 @@ def training(updates: int, turns: int) -> dict[str, Any]:
                 found["ray"][2], found["workers"][2]
             ):
                 raise RuntimeError("the event logs or the models of Ray and of local workers differ")
+            print(
+                "warm" if turn == 0 else turn, {name: round(found[name][0], 1) for name in rates}, flush=True
+            )
             if turn:
                 for name in rates:
                     rates[name].append(found[name][0])
@@ -152,9 +155,8 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.inside:
-        done = in_own_network([sys.executable, __file__, "--inside", *sys.argv[1:]], seconds=1800)
-        print(done.stdout, done.stderr if done.returncode else "", sep="")
-        sys.exit(done.returncode)
+        again = [sys.executable, __file__, "--inside", *sys.argv[1:]]
+        sys.exit(in_own_network(again, seconds=1800, capture=False).returncode)
     jobs: dict[str, Any] = {
         "training": lambda: training(*((100, 2) if options.quick else (500, 5))),
         "sweep": lambda: sweep(*((500, 1) if options.quick else (10_000, 3))),

@@ -15,7 +15,9 @@ STORE = 200 * 2**20  # bytes of a node's object store
 ALONE = 'ip link set lo up && exec "$@"'
 
 
-def in_own_network(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def in_own_network(
+    command: Sequence[str], seconds: float, capture: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run a command where there is no network but loopback."""
     flag = "-n" if os.geteuid() == 0 else "-rn"
     quiet = {
@@ -29,7 +31,7 @@ def in_own_network(command: Sequence[str], seconds: float) -> subprocess.Complet
         ["unshare", flag, "sh", "-c", ALONE, "sh", *command],
         env={**os.environ, **quiet, **quick},
         timeout=seconds,
-        capture_output=True,
+        capture_output=capture,
         text=True,
         check=False,
     )
