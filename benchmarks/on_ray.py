@@ -137,9 +137,8 @@ def many(updates: int, actors: int = 16) -> dict[str, Any]:
         trainer = RayTrainer(module, data, parts()["local"], 0, training=Training("loop"))
         while any(seat.hello is not None for seat in trainer.crew.seats):
             trainer.crew.collect(None)
-        for name, eager in (("early", True), ("late", False)):
-            if not eager:
-                trainer.hungry = bool
+        for name, eager in (("warm", True), ("early", True), ("late", False)):
+            trainer.eager = eager
             simulator = assemble(
                 afield.FedAsync(), module, data, stop=Stop(updates=updates), by=trainer, **parts()
             )

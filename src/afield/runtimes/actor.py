@@ -6,8 +6,6 @@ import copy
 import os
 import traceback
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +20,6 @@ from afield.training.choose import Training, trainer
 from afield.training.layers import pooled
 from afield.training.local import Local, LoopTrainer
 from afield.training.pages import keep_pages
-
-KITS = 16  # runs whose data and engine an actor keeps
 
 Answer = tuple[Any, int, int, float, dict[str, float]] | Exception  # the model's bytes, and the account of it
 
@@ -48,29 +44,39 @@ class Kit:
 
 
 class Actor:
-    """Trains tasks of any run, with the data of the last few; ends with the process that started it."""
+    """Trains tasks of every run that it was given the kit of; ends with the process that started it."""
 
-    def __init__(self, threads: int, fetch: Callable[[Any], Kit]) -> None:
-        self._fetch = fetch  # what a reference stands for: only runtimes/ray.py knows Ray
+    def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         keep_pages()
-        self._kits: OrderedDict[str, tuple[Trainer, torch.dtype]] = OrderedDict()
+        self._engines: dict[str, tuple[Trainer, torch.dtype] | Exception] = {}
 
     def process(self) -> int:
         return os.getpid()
 
-    def method(self, key: str, kit: list[Any]) -> str | Exception:
-        """How tasks of this run are trained here, or why they cannot be."""
+    def load(self, key: str, kit: Kit) -> None:
+        """Once per run, before all else: a reference in every call would cost more than the call."""
         try:
-            return self._engine(key, kit)[0].method
+            self._engines[key] = kit.trainer(), Layout.of(kit.module).dtype
         except Exception as error:
-            return _told(error)
+            self._engines[key] = _told(error)
+
+    def forget(self, key: str) -> None:
+        self._engines.pop(key, None)
+
+    def method(self, key: str) -> str | Exception:
+        """How tasks of this run are trained here, or why they cannot be."""
+        engine = self._engines[key]
+        return engine if isinstance(engine, Exception) else engine[0].method
 
     def train(
-        self, key: str, kit: list[Any], tasks: list[Task], places: list[tuple[int, int | None]], *lent: Any
+        self, key: str, tasks: list[Task], places: list[tuple[int, int | None]], *lent: Any
     ) -> list[Answer]:
         """An answer per task; `places` says which of the vectors are its base and its correction."""
-        engine, dtype = self._engine(key, kit)
+        found = self._engines[key]
+        if isinstance(found, Exception):
+            return [found for _ in tasks]
+        engine, dtype = found
         vectors = [to_tensor(part, dtype) for part in lent]
         bases = [vectors[base] for base, _ in places]
         corrections = [None if other is None else vectors[other] for _, other in places]
@@ -92,15 +98,6 @@ class Actor:
             alone = zip(tasks, bases, corrections, strict=True)
             return [answer for t, b, c in alone for answer in self._answers(engine, [t], [b], [c])]
         return [(to_bytes(r.model), r.examples, r.steps, r.rate, dict(r.metrics)) for r in results]
-
-    def _engine(self, key: str, kit: list[Any]) -> tuple[Trainer, torch.dtype]:
-        if key not in self._kits:
-            while len(self._kits) >= KITS:
-                self._kits.popitem(last=False)
-            found = self._fetch(kit[0])
-            self._kits[key] = found.trainer(), Layout.of(found.module).dtype
-        self._kits.move_to_end(key)
-        return self._kits[key]
 
 
 def packed(data: Data) -> Any:

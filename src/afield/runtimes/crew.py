@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
+import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ class Part:
     key: str
     kit: Any
     jobs: list[Job]
+    due: float = -math.inf  # when the first of its answers is needed
     small: bool = False  # models travel with calls
     joins: bool = False  # may share a call with others: their tasks are trained one by one
     lost: int = 0  # actors
@@ -68,11 +70,14 @@ class Call:
     references: list[Any]
 
     @classmethod
-    def of(cls, parts: list[Part], actor: Any) -> Call:
-        first = parts[0]
+    def of(cls, parts: list[Part], seat: Seat) -> Call:
+        first, actor = parts[0], seat.actor
+        if first.key not in seat.kits:
+            actor.load.remote(first.key, first.kit)  # calls are carried out in their order
+            seat.kits.add(first.key)
         jobs = [job for part in parts for job in part.jobs]
         if not jobs:
-            return cls(parts, [actor.method.remote(first.key, [first.kit])])
+            return cls(parts, [actor.method.remote(first.key)])
         lent: list[Lent] = []
         seen: dict[int, int] = {}
 
@@ -85,7 +90,7 @@ class Call:
         places = [
             (place(job.base), None if job.correction is None else place(job.correction)) for job in jobs
         ]
-        given = (first.key, [first.kit], [job.task for job in jobs], places, *lent)
+        given = (first.key, [job.task for job in jobs], places, *lent)
         if len(jobs) == 1:
             return cls(parts, [actor.train_one.remote(*given)])
         if first.small:  # an answer each: then they come with the reply, not by way of the store
@@ -111,13 +116,14 @@ class Seat:
     hello: Any  # reference of its first answer; None once that is there
     process: int = 0
     flight: dict[Any, Call] = field(default_factory=dict)  # by its first reference
+    kits: set[str] = field(default_factory=set)  # of the runs it knows
 
 
 class Crew:
     """The actors of a cluster that this process trains with, and the parts that wait for one.
 
-    A lost actor's parts go to the others at once, ahead of all that wait; in its place another is asked for, which
-    takes part as soon as some node has room for it.
+    A lost actor's parts go back among those, and so to the others; in its place another is asked for, which takes
+    part as soon as some node has room for it.
     """
 
     def __init__(self, ray: Any, actors: int | None = None, cpus: int = 1, gpus: int = 0) -> None:
@@ -129,21 +135,27 @@ class Crew:
             raise InputError(
                 f"the Ray cluster has {room:g} {kind}s, and an actor takes {each}: add nodes, or lower runtime.cpus"
             )
-        self._make = self.ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus).remote
+        # task events are for Ray's dashboard, and sent for every call
+        options = {"num_cpus": cpus, "num_gpus": gpus, "enable_task_events": False}
+        self._make = self.ray.remote(Actor).options(**options).remote
         self._cpus = cpus
-        self.waiting: deque[Part] = deque()
+        self.waiting: list[Part] = []  # what is due first comes first
         self.lost = 0  # actors, so far
         self.seats = [self._seat() for _ in range(self.count)]
 
     def _seat(self) -> Seat:
-        actor = self._make(self._cpus, self.ray.get)
+        actor = self._make(self._cpus)
         return Seat(actor, actor.process.remote())
 
-    def free(self) -> bool:
-        """Whether nothing waits for an actor, but an actor for something."""
-        return not self.waiting and any(
-            seat.hello is None and len(seat.flight) < DESKS for seat in self.seats
-        )
+    def add(self, part: Part) -> None:
+        insort(self.waiting, part, key=lambda one: one.due)
+
+    def hasten(self, part: Part) -> None:
+        """Somebody waits for this one."""
+        part.due = -math.inf
+        if part in self.waiting:
+            self.waiting.remove(part)
+            self.waiting.insert(0, part)
 
     def feed(self) -> None:
         """Give every actor a call, and its next one before it asks."""
@@ -153,19 +165,20 @@ class Crew:
             if len(seat.flight) == DESKS:
                 break
             if not self.waiting[0].wanted:
-                self.waiting.popleft()
+                self.waiting.pop(0)
                 continue
             # the fewer are left, the smaller the calls, so that all actors end at the same time
-            room = min(JOINED, len(self.waiting) // (DESKS * len(ready)))
-            parts = [self.waiting.popleft()]
+            room = min(JOINED, -(-len(self.waiting) // len(ready)))
+            parts = [self.waiting.pop(0)]
             while (
                 len(parts) < room
+                and self.waiting
                 and parts[0].joins
                 and self.waiting[0].joins
                 and self.waiting[0].key == parts[0].key
             ):
-                parts.append(self.waiting.popleft())
-            call = Call.of(parts, seat.actor)
+                parts.append(self.waiting.pop(0))
+            call = Call.of(parts, seat)
             seat.flight[call.references[0]] = call
 
     def collect(self, patience: float | None) -> bool:
@@ -211,7 +224,7 @@ class Crew:
             part.lost += part in suspects
             if part.lost < LOSSES:
                 part.joins = False  # should it be lost again, it is known which it was
-                self.waiting.appendleft(part)
+                self.add(part)
                 continue
             where = "; ".join(map(str, part.jobs)) or "its first call"
             reason = RuntimeError(
@@ -222,8 +235,16 @@ class Crew:
             part.done([reason] * len(part.jobs))
         self.seats[self.seats.index(seat)] = self._seat()
 
+    def forget(self, key: str) -> None:
+        """A run is over, its data may go."""
+        for seat in self.seats:
+            if key in seat.kits:
+                seat.kits.remove(key)
+                with contextlib.suppress(Exception):
+                    seat.actor.forget.remote(key)
+
     def close(self) -> None:
         for seat in self.seats:
             with contextlib.suppress(Exception):
                 self.ray.kill(seat.actor)
-        self.seats, self.waiting = [], deque()
+        self.seats, self.waiting = [], []

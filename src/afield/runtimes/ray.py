@@ -93,8 +93,11 @@ class RayTrainer:
         self._kit = self.crew.ray.put(kit)
         self._key = self._kit.hex()
         self._lent: Any = WeakTensorKeyDictionary()
+        weakref.finalize(self, self.crew.forget, self._key).atexit = False  # Ray is gone by then
         self.method = self._asked(training.method)
         self.singly = self.method in ("loop", "workers")  # tasks are trained one by one
+        # Then each is begun as soon as it is dispatched. Else not: stacked tasks are the quicker the more they are.
+        self.eager = self.singly
 
     def train(
         self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
@@ -103,9 +106,13 @@ class RayTrainer:
         return [result() for result in self.ahead(tasks, bases, corrections)]
 
     def ahead(
-        self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+        self,
+        tasks: Sequence[Task],
+        bases: Sequence[Tensor],
+        corrections: Sequence[Tensor | None],
+        due: Sequence[float] = (),
     ) -> list[Callable[[], LocalResult]]:
-        """Begin to train: a function per task, which waits for its result.
+        """Begin to train: a function per task, which waits for its result; what is `due` first is trained first.
 
         As for workers: bases and corrections must stay as they are until the result is taken, or is of no interest.
         """
@@ -121,25 +128,21 @@ class RayTrainer:
         width = 1 if self.singly else -(-len(jobs) // self.crew.count)
         for start in range(0, len(jobs), max(1, width)):
             small = self.layout.size * self.layout.dtype.itemsize <= INLINE
-            part = Part(self._key, self._kit, jobs[start : start + width], small, joins=small and self.singly)
-            self.crew.waiting.append(part)
+            when, share = due[start] if due else 0.0, jobs[start : start + width]
+            # the first of a block is waited for: in company it would come back later
+            joins = small and self.singly and start > 0
+            part = Part(self._key, self._kit, share, when, small, joins)
+            self.crew.add(part)
             for at, job in enumerate(part.jobs):
                 calls.append(functools.partial(self._result, part, job, bases[start + at]))
                 job.asker = weakref.ref(calls[-1])
         self.crew.feed()
         return calls
 
-    def hungry(self) -> bool:
-        """Whether a desk is free: then what was dispatched since the last block may as well be begun.
-
-        Only where tasks are trained one by one: else how wide parts are, and so their bits, would be up to the clock.
-        """
-        return self.singly and self.crew.free()
-
     def _asked(self, wanted: str) -> str:
         """How the actors train: a part without tasks lets the first of them load what it needs, or say why not."""
         part = Part(self._key, self._kit, [])
-        self.crew.waiting.appendleft(part)
+        self.crew.add(part)
         began = time.perf_counter()
         while not part.method:
             self.crew.collect(None)
@@ -153,9 +156,8 @@ class RayTrainer:
     def _result(self, part: Part, job: Job, base: Tensor) -> LocalResult:
         """What came of a task; the actors go on with others meanwhile."""
         crew = self.crew
-        if part in crew.waiting:  # the first that is asked for is the first that is needed
-            crew.waiting.remove(part)
-            crew.waiting.appendleft(part)
+        if job.answer is None:
+            crew.hasten(part)
         while job.answer is None:
             crew.collect(None)
         while crew.waiting and crew.collect(0.0):

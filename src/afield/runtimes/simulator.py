@@ -141,8 +141,8 @@ class Simulator:
         self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
-        # whether a trainer of many hands could begin more: a block may be too narrow for all of them
-        self.hungry: Callable[[], bool] = getattr(trainer, "hungry", bool)
+        # a trainer of many hands begins a task when it is dispatched: a block may be too narrow for all of them
+        self.eager = bool(getattr(trainer, "eager", False))
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
         self.ended = ""  # why the run ended, once it has
@@ -205,7 +205,7 @@ class Simulator:
             results = None
             if isinstance(row, Wanted):
                 begin = getattr(self.trainer, "ahead", self.trainer.train)
-                results = begin(row.tasks, row.bases, row.corrections)
+                results = begin(row.tasks, row.bases, row.corrections, *self._due(row))
                 while late:
                     yield late.popleft()
             elif late or (isinstance(row, Measurement) and not isinstance(row.values, dict)):
@@ -221,7 +221,7 @@ class Simulator:
             self.push(self.measuring.time, LAST, MEASURE, 1)
         self.flow.begin(self)
         while not self.ended:
-            if self.hungry() and (wanted := self._wanted(None)).tasks:
+            if self.eager and len(self.flights) > len(self.results) and (wanted := self._wanted(None)).tasks:
                 self._trained(wanted, (yield wanted))
             near = self.near and (not self.heap or self.near[0] < self.heap[0])
             earliest = self.near if near else self.heap
@@ -341,6 +341,13 @@ class Simulator:
                 tasks.append(self.flights[what])
         bases = [self.server.base(task) for task in tasks]
         return Wanted(tasks, bases, [self.server.correction(task) for task in tasks])
+
+    def _due(self, wanted: Wanted) -> tuple[list[float], ...]:
+        """When a block's tasks arrive, for a trainer that begins early: what is needed first comes first."""
+        if not self.eager:
+            return ()
+        due = {what: when for when, _, _, kind, what in self.near if kind == ARRIVE}
+        return ([due.get(task.number, self.now) for task in wanted.tasks],)
 
     def _trained(self, wanted: Wanted, results: Sequence[LocalResult | Ahead] | None) -> None:
         assert results is not None
