@@ -158,7 +158,7 @@ def main() -> None:
         sys.exit(in_own_network(again, seconds=1800, capture=False).returncode)
     jobs: dict[str, Any] = {
         "training": lambda: training(*((100, 2) if options.quick else (500, 5))),
-        "sweep": lambda: sweep(*((500, 1) if options.quick else (10_000, 3))),
+        "sweep": lambda: sweep(*((500, 1) if options.quick else (5_000, 3))),
         "many": lambda: many(200 if options.quick else 800),
     }
     found = {}

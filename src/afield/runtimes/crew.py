@@ -238,13 +238,13 @@ class Crew:
     def forget(self, key: str) -> None:
         """A run is over, its data may go."""
         for seat in self.seats:
-            if key in seat.kits:
+            if key in seat.kits and self.ray.is_initialized():  # else the call would connect anew
                 seat.kits.remove(key)
                 with contextlib.suppress(Exception):
                     seat.actor.forget.remote(key)
 
     def close(self) -> None:
-        for seat in self.seats:
+        for seat in self.seats if self.ray.is_initialized() else ():
             with contextlib.suppress(Exception):
                 self.ray.kill(seat.actor)
         self.seats, self.waiting = [], []
