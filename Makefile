@@ -6,7 +6,7 @@ BIN := .venv/bin
 # One thread per process: the models under test are small, and pytest runs two processes.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow test-flower bench docs lint clean
+.PHONY: demo test test-slow bench docs lint clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS= $(BIN)/afield run
@@ -14,19 +14,8 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --durations=5
 
-test-slow: .venv/dev test-flower
+test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
-
-# Flower brings a hundred packages of its own: they live apart. Where the system allows it, the tests have a network
-# namespace with nothing but loopback (Ray, in Flower's simulations, would talk over the machine's own address).
-ALONE := $(shell unshare -rn true 2>/dev/null && echo "unshare -rn sh -c 'ip link set lo up && exec \"\$$@\"' sh")
-test-flower: .venv-flower/installed
-	$(ALONE) .venv-flower/bin/python -m pytest tests/runtimes/flower --durations=0
-
-.venv-flower/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-flower
-	.venv-flower/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[flower]" pytest hypothesis
-	touch $@
 
 # Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
 bench: .venv/dev
@@ -52,4 +41,4 @@ lint: .venv/dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-flower build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
