@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 STORE = 200 * 2**20  # bytes of a node's object store
@@ -18,17 +19,21 @@ ALONE = 'ip link set lo up && exec "$@"'
 def in_own_network(
     command: Sequence[str], seconds: float, capture: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command where there is no network but loopback."""
-    flag = "-n" if os.geteuid() == 0 else "-rn"
+    """Run a command where there is no network but loopback; what it leaves running ends with it."""
+    flags = ["-n" if os.geteuid() == 0 else "-rn", "-p", "-f", "--kill-child", "--mount-proc"]
     quiet = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
+        # actors find what lies beside this file
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
     }
     # a dead node is noticed after 2 s, not 20
     quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
     return subprocess.run(
-        ["unshare", flag, "sh", "-c", ALONE, "sh", *command],
+        ["unshare", *flags, "sh", "-c", ALONE, "sh", *command],
         env={**os.environ, **quiet, **quick},
         timeout=seconds,
         capture_output=capture,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import add_node, cluster, kill_node
+from stopping import in_pieces, whole
 from tiny import TINY
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from afield.experiments.codec import merge
 from afield.experiments.config import config
 from afield.experiments.run import prepare
 from afield.reports import load
-from afield.runtimes.ray import Crew, RayTrainer, crew
+from afield.runtimes.ray import CREWS, Crew, RayTrainer, crew
 from afield.runtimes.simulate import assemble
 from afield.runtimes.terms import Stop
 from afield.scenarios.data import ClientData, ListedData
@@ -179,6 +180,24 @@ def test_a_failure_is_told_to_whoever_asks_for_that_task(hands: Crew) -> None:
         on_ray(cnn().requires_grad_(False))
 
 
+class Homeless:
+    """Data of a class that no actor can find."""
+
+    sizes: Sequence[int] = (EACH,)
+
+    def __reduce__(self) -> Any:
+        return _found, ("nowhere",)
+
+
+def _found(name: str) -> Any:
+    return __import__(name)
+
+
+def test_a_class_that_the_nodes_do_not_have_is_named(hands: Crew) -> None:
+    with pytest.raises(RuntimeError, match=r"its first call.*No module named 'nowhere'"):
+        RayTrainer(cnn(), Homeless(), LOCAL, SEED)  # type: ignore[arg-type]
+
+
 class Deadly:
     """Client 1's data ends the process that looks at it."""
 
@@ -262,9 +281,19 @@ def test_a_config_on_ray_and_its_folder(tmp_path: Path, hands: Crew, monkeypatch
     assert logs[0] == logs[1]
 
 
+@pytest.mark.parametrize("method", ["loop", "vmap"])
+def test_a_run_on_ray_that_is_stopped_ends_with_the_same_bits(
+    method: str, tmp_path: Path, hands: Crew
+) -> None:
+    chosen = config(merge(TINY, {"runtime": {"name": "ray"}, "training": {"method": method}}))
+    found, stops = in_pieces(chosen, tmp_path / "pieces", 6)
+    assert stops >= 3
+    assert found == whole(chosen, tmp_path / "whole")
+
+
 def test_a_sweep_over_the_cluster(tmp_path: Path, hands: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     hands.close()  # its actors hold every CPU there is
-    crew.cache_clear()
+    CREWS.clear()
     monkeypatch.chdir(tmp_path)
     own = f"{Path(__file__).parents[2] / 'examples' / 'own_strategy.py'}:Clipped"
     given = ("run", "default", "--set", "seeds=[0,1]", "--set", "stop.updates=200", "--set", "stop.time=1e9")

@@ -21,7 +21,7 @@ def test_on_a_cluster_of_two_nodes() -> None:
     """In a process of its own: the network of a process cannot be changed back."""
     checks = HERE / "inside_ray.py"
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--durations=0", str(checks)]
-    done = in_own_network(command, seconds=170)
+    done = in_own_network(command, seconds=400)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 

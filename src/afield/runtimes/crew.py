@@ -71,13 +71,13 @@ class Call:
 
     @classmethod
     def of(cls, parts: list[Part], seat: Seat) -> Call:
-        first, actor = parts[0], seat.actor
+        first, actor, loading = parts[0], seat.actor, []
         if first.key not in seat.kits:
-            actor.load.remote(first.key, first.kit)  # calls are carried out in their order
+            loading = [actor.load.remote(first.key, first.kit)]  # calls are carried out in their order
             seat.kits.add(first.key)
         jobs = [job for part in parts for job in part.jobs]
-        if not jobs:
-            return cls(parts, [actor.method.remote(first.key)])
+        if not jobs:  # what cannot be loaded, such as a class that a node does not have, is told
+            return cls(parts, [*loading, actor.method.remote(first.key)])
         lent: list[Lent] = []
         seen: dict[int, int] = {}
 
@@ -101,7 +101,7 @@ class Call:
         """Hand the answers out; raises where they are lost."""
         found = ray.get(self.references)
         if not self.parts[0].jobs:
-            self.parts[0].method = found[0]
+            self.parts[0].method = found[-1]
             return
         answers = iter(found[0] if len(found) == 1 and isinstance(found[0], list) else found)
         for part in self.parts:

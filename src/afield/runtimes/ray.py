@@ -33,6 +33,8 @@ log = logging.getLogger("afield")
 
 INLINE = 100_000  # bytes: a smaller vector travels with its call, as Ray's own small objects do
 
+CREWS: list[tuple[tuple[str, int, int], Crew]] = []
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -55,10 +57,13 @@ def connected(address: str) -> Any:
     return ray
 
 
-@functools.cache
 def crew(address: str, actors: int | None, cpus: int, gpus: int) -> Crew:
     """One crew for all runs of this process: starting an actor takes seconds. Ray ends it with the process."""
-    return Crew(connected(address), actors, cpus, gpus)
+    for known, one in CREWS:
+        if known == (address, cpus, gpus) and actors in (None, one.count):
+            return one
+    CREWS.append(((address, cpus, gpus), Crew(connected(address), actors, cpus, gpus)))
+    return CREWS[-1][1]
 
 
 class RayTrainer:
