@@ -291,6 +291,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
         (afield.FedAC(), "corrects the gradients"),
         (afield.ACE(held="client"), "keep their last delta"),
         (afield.FedEcho(), "unlabelled data"),
+        (afield.SGD(), "data of all clients"),
     ):
         with pytest.raises(InputError, match=why):
             AsyncStrategy(strategy)

@@ -136,5 +136,7 @@ def _check(strategy: Strategy) -> None:
         raise InputError(f"{name} corrects the gradients of its clients, which a ClientApp does not do")
     if getattr(strategy, "client_held", False):
         raise InputError(f"{name} has clients that keep their last delta: set held = 'server'")
+    if getattr(strategy, "pooled", False):
+        raise InputError(f"{name} trains on the data of all clients, which no node has: use another")
     if hasattr(strategy, "refine"):
         raise InputError(f"{name} distils on unlabelled data of the server: it runs in simulations only")
