@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--store", action="store_true")
     chosen = parser.parse_args()
     faulthandler.dump_traceback_later(600, exit=True)  # if Ray does not start, Flower's thread waits for ever
-    turns, messages = (2, 20) if chosen.quick else (5, 40)
+    turns, messages = (2, 20) if chosen.quick else (15, 40)
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     work: dict[str, list[float]] = {"bare": [], "ours": []}
     app = ServerApp()

@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError(f"flwr is missing or too old ({error}): pip install 'afield[flower]'") from error
 
 from afield.runtimes.flower.loop import Run
+from afield.runtimes.simulate import threads
 
 __all__ = ["AsyncStrategy"]
 
@@ -119,7 +120,8 @@ class AsyncStrategy:
             run = Run(self, grid, num_rounds, self.deadline or timeout, evaluate_fn)
             run.train_config, run.evaluate_config = dict(train_config or {}), dict(evaluate_config or {})
             run.open(initial_arrays, stack)
-            run.loop()
+            with threads(1):  # beside nodes that train, two took 14.9 ms a message of 1 M weights, one 8.7
+                run.loop()
         log.info(
             "%s: %d updates, version %d, in %.1f s",
             self.strategy, run.accepted, run.server.version, time.monotonic() - begun,

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -22,6 +23,7 @@ from afield.core.types import Task, Update
 from afield.runtimes.flower.arrays import Arrays, opened, packed
 from afield.runtimes.flower.evaluation import Evaluations
 from afield.runtimes.flower.nodes import Nodes
+from afield.runtimes.simulate import threads
 from afield.store import files
 from afield.store.live import Durable
 
@@ -73,6 +75,7 @@ class Run:
         self.failures = 0  # since the last update that was accepted
         self.metrics: list[RecordDict] = []  # of this round's updates
         self.choice = random.Random(of.seed)
+        self.threads = torch.get_num_threads()  # for the user's own evaluation
         self.looked = -math.inf
         self.record: tuple[int, ArrayRecord] | None = None  # the newest version as it is sent
 
@@ -354,7 +357,8 @@ class Run:
         if self.evaluate_fn is None:
             return
         number = self.accepted // self.of.round_size
-        metrics = self.evaluate_fn(number, self._arrays())
+        with threads(self.threads):
+            metrics = self.evaluate_fn(number, self._arrays())
         if metrics is not None:
             self.result.evaluate_metrics_serverapp[number] = metrics
             log.info("[ROUND %d] evaluated here: %s", number, metrics)
