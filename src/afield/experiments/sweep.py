@@ -16,8 +16,8 @@ from afield.runtimes.simulator import Measurement, Wanted
 from afield.training.block import BlockTrainer
 from afield.training.deal import joined
 
-# Bytes of models in one common block. On a CPU more gain nothing and leave the caches; a GPU waits after each block, and
-# 512 MB are 11 ResNet-18s.
+# Bytes of models in one common block. On a CPU more gain nothing and leave the caches; a GPU waits after each block,
+# and 512 MB are 11 ResNet-18s.
 ROOM, ROOM_GPU = 2**29, 2**33
 
 
