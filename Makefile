@@ -19,7 +19,7 @@ test-slow: .venv/dev
 
 # Figures for docs/performance.md; QUICK=--quick for a first look. peers.py makes its own throw-away environment.
 bench: .venv/dev
-	for name in fold events table journal snapshots training report peers service; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
+	for name in fold events table journal snapshots training report peers service flower on_ray scale; do OMP_NUM_THREADS= $(BIN)/python benchmarks/$$name.py $(QUICK) || exit 1; done
 
 # The documentation site, in build/site: open index.html there (search needs a server: mkdocs serve).
 docs: .venv/dev

@@ -18,7 +18,7 @@ from tinypaper import TABLE, quiet, written
 from afield.core.errors import InputError
 from afield.experiments.codec import dumps, merge
 from afield.experiments.paper import load_preset, preset
-from afield.experiments.reproduce import reproduce
+from afield.experiments.reproduce import carry_out, reproduce
 from afield.experiments.tune import tune
 from afield.reports.load import load
 from afield.reports.noise import Spread
@@ -74,6 +74,29 @@ def test_only_restricts_the_axes_that_it_names() -> None:
         InputError, match="'roling' is no row, column or variant of tiny; did you mean 'rolling'"
     ):
         made.cells(only=["roling"])
+
+
+def test_a_row_that_no_column_changes_is_run_once_and_shown_in_all(tmp_path: Path) -> None:
+    rows = [
+        {**entry, "alike": True} if entry["label"] == "mixing" else entry
+        for entry in TABLE["rows"]
+        if entry["label"] != "adding"
+    ]
+    made = preset({**TABLE, "rows": rows, "theirs": {}, "scales": {}})
+    cells = made.cells()
+    assert [cell.folder for cell in cells] == ["mixing", "mixing", "rolling--even", "rolling--uneven"]
+    assert [cell.column for cell in cells] == ["even", "uneven"] * 2
+    assert cells[0].configs([0]) == cells[1].configs([0])
+    assert [cell.folder for cell in made.cells(only=["uneven", "mixing"])] == ["mixing"]
+    carry_out(made, tmp_path / "out", scale="paper", seeds=[0], settings=["stop.updates=8"], say=quiet)
+    assert names(tmp_path / "out") == ["mixing/seed-0", "rolling--even/seed-0", "rolling--uneven/seed-0"]
+    (line,) = [
+        text for text in (tmp_path / "out/result.md").read_text().splitlines() if text.startswith("| mixing ")
+    ][:1]
+    shown = [part.strip() for part in line.strip("|").split("|")][1:]
+    assert shown[0] == shown[1] != ""
+    with pytest.raises(InputError, match="columns: 'even' is alike = true: only rows can be"):
+        preset({**TABLE, "rows": [], "theirs": {}, "columns": [{"label": "even", "alike": True}]})
 
 
 @pytest.mark.parametrize(
@@ -223,6 +246,9 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
     reproduce(name, scale="smoke", out=out, seeds=[3, 4], collect=True, say=quiet)
     assert stamps(out) == after
+    # runs that were trained in another way fill the same table
+    reproduce(name, scale="smoke", out=out, seeds=[3, 4], settings=["training.method=loop"], say=said.append)
+    assert len(stamps(out)) == 2 * 5 and after.items() <= stamps(out).items()
     assert "--seeds 3,4`" in (out / "result.md").read_text()
 
 

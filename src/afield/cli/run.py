@@ -21,6 +21,7 @@ from afield.experiments.keep import clear, finished, stoppable
 from afield.experiments.plan import read_plan, write_plan
 from afield.experiments.run import prepare
 from afield.experiments.run import run as run_one
+from afield.experiments.spread import apart, run_spread
 from afield.experiments.sweep import prepare_all, run_together
 from afield.reports import columns, load, tables
 from afield.scenarios.data import Quadratic
@@ -46,6 +47,10 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="One seed in place of the config's seeds.")] = None,
+    engine: Annotated[
+        Literal["here", "ray"],
+        typer.Option(help="Where the runs go: here, or one by one over a Ray cluster."),
+    ] = "here",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more; full tracebacks.")] = False,
 ) -> None:
     """Simulate: with no argument, five algorithms race on the same 50 clients."""
@@ -56,10 +61,11 @@ def run(
     table = read(known.get(config, Path(config)))
     table.setdefault("name", Path(config).stem)
     chosen = experiment(table, strategy=strategy, seed=seed, settings=settings or ())
+    chosen = apart(chosen) if engine == "ray" else chosen
     folder = out if out is not None else _free(Path("runs"), chosen.name)
     places = _check(chosen, folder)
     write_plan(chosen, folder, places)
-    _run_all(chosen, folder, places)
+    _run_all(chosen, folder, places, engine=engine)
     _show(chosen, folder, places)
     if config == "default" and strategy is None:
         screen().print(NEXT.format(folder=escape(str(folder))), highlight=False, soft_wrap=True)
@@ -156,8 +162,15 @@ def _check(chosen: Experiment, folder: Path) -> list[Path]:
     return places
 
 
-def _run_all(chosen: Experiment, folder: Path, places: list[Path], again: bool = False) -> None:
+def _run_all(
+    chosen: Experiment, folder: Path, places: list[Path], again: bool = False, engine: str = "here"
+) -> None:
     with stoppable(f"afield resume {shlex.quote(str(folder))}") as asking, Progress(chosen.runs) as progress:
+        if engine == "ray":
+            with closing(run_spread(chosen.runs, places, asking)) as ends:
+                for number, ended in ends:
+                    progress.done(chosen.runs[number], ended)
+            return
         if chosen.sweep.together and len(places) > 1:
             if all(finished(place) for place in places):
                 clear(folder / STORE)

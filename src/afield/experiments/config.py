@@ -102,7 +102,10 @@ class Saving:
 class Runtime:
     """What moves tasks and updates, and on what. Threads, block and table are chosen by rule where left out."""
 
-    name: str = "simulator"
+    name: str = "simulator"  # "ray": the same, its tasks trained all over a cluster (runtimes/ray.py)
+    address: str = "auto"  # of the Ray cluster
+    actors: int | None = None  # as many as the cluster has room for, one per GPU or per `cpus` CPUs
+    cpus: int = 1  # per actor
     device: str = "cpu"
     threads: int | None = None
     block: int | None = None
@@ -112,9 +115,10 @@ class Runtime:
     snapshots: Saving = Saving()
 
     def __post_init__(self) -> None:
-        one_of("name", self.name, ("simulator", "service"))
+        one_of("name", self.name, ("simulator", "ray", "service"))
         one_of("table", self.table, KINDS)
-        for name in ("threads", "block"):
+        within("cpus", self.cpus, 1, math.inf)
+        for name in ("threads", "block", "actors"):
             if getattr(self, name) is not None:
                 within(name, getattr(self, name), 1, math.inf)
 

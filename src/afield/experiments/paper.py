@@ -48,12 +48,14 @@ class Entry:
     """One row, column or variant: what it lays over the experiment.
 
     `at` lays more over where it meets a label of another axis; `only` names the labels that it is limited to.
+    `alike`: what the columns differ in is nothing to this row, which is run once and shown in all of them.
     """
 
     label: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only: tuple[str, ...] = ()
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,20 @@ class Cell:
     column: str
     variant: str
     table: Mapping[str, Any]
+    alike: bool = False  # the run of another column is this one too
 
     @property
     def label(self) -> str:
-        return ", ".join(part for part in (self.row, self.column, self.variant) if part)
+        return ", ".join(self._parts)
 
     @property
     def folder(self) -> str:
-        return "--".join(slug(part) for part in (self.row, self.column, self.variant) if part) or "run"
+        return "--".join(map(slug, self._parts)) or "run"
+
+    @property
+    def _parts(self) -> list[str]:
+        column = "" if self.alike else self.column
+        return [part for part in (self.row, column, self.variant) if part]
 
     def configs(self, seeds: Sequence[int], settings: Sequence[str] = ()) -> list[Config]:
         table = {**self.table, "label": self.label or "run", "seeds": list(seeds)}
@@ -116,17 +124,24 @@ class Preset:
             labels = [entry.label for entry in entries]
             if any(entry.only and not set(entry.only) & set(labels) for entry in entries):
                 continue
+            alike = dict(zip(AXES, entries, strict=True))["rows"].alike
+            laid = {
+                axis: entry
+                for axis, entry in zip(AXES, entries, strict=True)
+                if not (alike and axis == "columns")
+            }
             table = plain
-            for entry in entries:
+            for entry in laid.values():
                 table = merge(table, entry.changes)
-            for entry, label in itertools.product(entries, labels):
-                table = merge(table, entry.at.get(label, {}))
+            for entry, other in itertools.product(laid.values(), laid.values()):
+                table = merge(table, entry.at.get(other.label, {}))
             table = merge(table, over)
-            for axis, label in zip(AXES, labels, strict=True):
-                table = merge(table, cut.get(axis, {}).get(label, {}))
+            for axis, entry in laid.items():
+                table = merge(table, cut.get(axis, {}).get(entry.label, {}))
             row, column, variant = labels
-            found.append(Cell(row, column, variant, table))
-        for place, count in Counter(cell.folder for cell in found).items():
+            found.append(Cell(row, column, variant, table, alike))
+        once = {(cell.row, cell.alike or cell.column, cell.variant): cell.folder for cell in found}
+        for place, count in Counter(once.values()).items():
             if count > 1:
                 raise InputError(f"{self.name}: {count} cells make the folder {place!r}: choose other labels")
         return found
@@ -199,8 +214,11 @@ def _axis(axis: str, given: Any) -> tuple[Entry, ...]:
             raise InputError(f"{axis}[{number}] has no label: write label = '...'")
         if label in [other.label for other in found]:
             raise InputError(f"two of {axis} are labelled {label!r}: give each its own label")
-        changes = {key: value for key, value in entry.items() if key not in ("label", "at", "only")}
-        found.append(Entry(label, changes, entry.get("at", {}), tuple(entry.get("only", ()))))
+        changes = {key: value for key, value in entry.items() if key not in ("label", "at", "only", "alike")}
+        alike = entry.get("alike", False)
+        if alike and axis != "rows":
+            raise InputError(f"{axis}: {label!r} is alike = true: only rows can be")
+        found.append(Entry(label, changes, entry.get("at", {}), tuple(entry.get("only", ())), alike))
     return tuple(found) or (Entry(),)
 
 

@@ -122,11 +122,11 @@ def carry_out(
     _check_kept(cells, configs, folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_plan(folder / PLAN, _plan(preset, cells, scale, stands, command))
-    chosen = [] if collect else preset.cells(scale, only)
+    chosen = {} if collect else {cell.folder: cell for cell in preset.cells(scale, only)}
     wanted = [
-        Job(configs[cell.folder][number], folder / cell.folder / f"seed-{seed}")
+        Job(configs[place][number], folder / place / f"seed-{seed}")
         for number, seed in enumerate(seeds)
-        for cell in chosen
+        for place in chosen
     ]
     missing = [job for job in wanted if not finished(job.folder)]
     if wanted:
@@ -193,10 +193,15 @@ def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], fold
 
 
 def _difference(wanted: Config, stored: Config) -> str:
-    """The first key in which a stored run differs, other than by what its machine decides."""
-    wanted = replace(wanted, runtime=stored.runtime, log=stored.log)
-    if wanted.training.method == "auto":
-        wanted = replace(wanted, training=wanted.training.by(stored.training.method))
+    """The first key in which a stored run differs, other than by what its machine decides.
+
+    Ways of training differ by rounding, so runs of several machines may fill one table; not in their precision.
+    """
+    there = stored.training
+    training = replace(
+        wanted.training.by(there.method), channels_last=there.channels_last, compile=there.compile
+    )
+    wanted = replace(wanted, runtime=stored.runtime, log=stored.log, training=training)
     ours, theirs = _flat(wanted.table()), _flat(stored.table())
     for key in [*ours, *theirs]:
         if ours.get(key) != theirs.get(key):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.places import choose
+from afield.core.protocols import Trainer
 from afield.core.types import Receipt
 from afield.experiments.config import Config, Source
 from afield.experiments.costs import Timed
@@ -23,9 +24,10 @@ from afield.experiments.kin import Kin
 from afield.experiments.people import halves, people
 from afield.experiments.texts import More, tokenised
 from afield.experiments.trackers import check
+from afield.runtimes.ray import RayTrainer
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
 from afield.runtimes.simulator import Measurement, Simulator, Wanted
-from afield.scenarios.data import ClientData, Dataset
+from afield.scenarios.data import ClientData, Dataset, pooled
 from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer
 from afield.training.choose import choose as method_for
@@ -92,7 +94,11 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     pool = (id(data.inputs), id(data.targets))
     key = (pool, dataset.loss, config.model, config.local, training, device)
     trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
-    by = trainers[key].sibling(data, config.seed) if key in trainers else None
+    by: Trainer | None = trainers[key].sibling(data, config.seed) if key in trainers else None
+    actors = None
+    if config.runtime.name == "ray":
+        by = on_ray(config, module, data, dataset.loss)
+        actors = by.crew.count
     simulator = assemble(
         config.strategy,
         module,
@@ -126,10 +132,28 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     config = replace(
         config,
         training=config.training.by(method),
-        runtime=replace(config.runtime, threads=count, block=block, table=table),
+        runtime=replace(config.runtime, threads=count, block=block, table=table, actors=actors),
     )
     told = people(config, dataset, data, relabelled=targets is not dataset.targets)
     return Prepared(config, module, simulator, told)
+
+
+def on_ray(config: Config, module: nn.Module, data: ClientData, loss: str) -> RayTrainer:
+    """The trainer of a run whose tasks are trained all over a cluster."""
+    seen = pooled(data) if getattr(config.strategy, "pooled", False) else data
+    where = config.runtime
+    return RayTrainer(
+        module,
+        seen,
+        config.local,
+        config.seed,
+        loss,
+        where.device,
+        config.training,
+        address=where.address,
+        actors=where.actors,
+        cpus=where.cpus,
+    )
 
 
 def run(

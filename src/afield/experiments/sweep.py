@@ -16,7 +16,9 @@ from afield.runtimes.simulator import Measurement, Wanted
 from afield.training.block import BlockTrainer
 from afield.training.deal import joined
 
-ROOM = 2**29  # bytes of models in one common block; more gain nothing and leave the caches
+# Bytes of models in one common block. On a CPU more gain nothing and leave the caches; a GPU waits after each block,
+# and 512 MB are 11 ResNet-18s.
+ROOM, ROOM_GPU = 2**29, 2**33
 
 
 def prepare_all(configs: Sequence[Config]) -> list[Prepared]:
@@ -81,7 +83,8 @@ def _trained(runs: Sequence[Prepared], waiting: dict[int, Wanted]) -> dict[int, 
         else:
             found[number] = trainer.train(wanted.tasks, wanted.bases, wanted.corrections)
     for engine, numbers in shared.items():
-        room = max(1, ROOM // (engine.layout.size * engine.layout.dtype.itemsize))
+        most = ROOM if engine.device.type == "cpu" else ROOM_GPU
+        room = max(1, most // (engine.layout.size * engine.layout.dtype.itemsize))
         while numbers:
             part: list[int] = []
             rows = 0

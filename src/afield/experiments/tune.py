@@ -111,7 +111,8 @@ def _with_grid(
             texts.append(f"{key}={dumps({'v': value}).strip()[4:]}")
             changes = assign(changes, texts[-1])
         points.append(Entry(", ".join(texts), changes))
-    rows = tuple(Entry(cell.label, cell.table) for cell in chosen.cells(scale, only))
+    cells = {cell.folder: cell for cell in chosen.cells(scale, only)}
+    rows = tuple(Entry(cell.label, cell.table) for cell in cells.values())
     keys = {entry.label for entry in rows}
     if len(keys) < len(rows):
         raise InputError(f"{chosen.name} has two rows of one label{closest('', keys)}")

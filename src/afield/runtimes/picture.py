@@ -18,7 +18,8 @@ from torch import Tensor
 
 from afield.core.types import LocalResult
 from afield.runtimes.diagnose import Held, ObservedServer, Step, Watch
-from afield.runtimes.simulator import Event, Simulator, Since
+from afield.runtimes.simulator import Event, Simulator
+from afield.runtimes.terms import Since
 from afield.store.kinds import Kind, kinds_of
 
 PLAIN = (
@@ -41,6 +42,8 @@ def picture(sim: Simulator) -> dict[str, Any]:
     """To be taken at a row, or before a block; borrowed: it holds the very objects that the run goes on with."""
     if not sim.still:
         raise RuntimeError("a simulation is pictured while it runs, and when no row is left to hand out")
+    if getattr(sim.trainer, "stacked", False):  # trained again, they would be another block, to other bits
+        sim.results = {n: one if isinstance(one, LocalResult) else one() for n, one in sim.results.items()}
     done = {number: result for number, result in sim.results.items() if isinstance(result, LocalResult)}
     return {name: getattr(sim, name) for name in PLAIN} | {
         "heap": _columns(sim.heap),

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any
 
@@ -25,7 +25,7 @@ from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.runtimes.diagnose import Diagnosis
 from afield.runtimes.flow import Flow
-from afield.runtimes.terms import Manners, Measuring, Stop
+from afield.runtimes.terms import Manners, Measuring, Since, Stop
 
 ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
 # at one instant: first what was asked to be measured at once, then arrivals, then ends of rounds, then the clock's
@@ -54,15 +54,6 @@ class Measurement:
     def row(self) -> dict[str, Any]:
         row = {name: getattr(self, name) for name in self.__slots__ if name not in ("values", "clients")}
         return {**row, **self.values}
-
-
-@dataclass(slots=True)
-class Since:
-    """Sums since the last measurement."""
-
-    updates: int = 0
-    staleness: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +109,7 @@ class Simulator:
         self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
+        self.eager = getattr(trainer, "eager", False)  # blocks are too narrow for its hands: at dispatch
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
         self.ended = ""  # why the run ended, once it has
@@ -200,7 +192,8 @@ class Simulator:
                         yield late.popleft()
                     yield row
                 begin = getattr(self.trainer, "ahead", self.trainer.train)
-                results = begin(row.tasks, row.bases, row.corrections)
+                more = [self._due(row)] if self.eager else []
+                results = begin(row.tasks, row.bases, row.corrections, *more)
                 while late:
                     yield late.popleft()
             elif late or (isinstance(row, Measurement) and not isinstance(row.values, dict)):
@@ -226,6 +219,8 @@ class Simulator:
                 self._stepped()
             if self.ended:
                 break
+            if self.eager and len(self.flights) > len(self.results) and (early := self._block(least=0)):
+                yield from self._train(early)
             near = self.near and (not self.heap or self.near[0] < self.heap[0])
             earliest = self.near if near else self.heap
             if not earliest:
@@ -325,13 +320,13 @@ class Simulator:
                 self.start_or_wait(task.client)
         self.flow.stepped(self)
 
-    def _block(self) -> list[int]:
+    def _block(self, least: int = 1) -> list[int]:
         """What is in flight, earliest arrivals first, as much as the block limit leaves room for.
 
         The heap gives them in order, so a block costs by its own length, whatever is in flight; what was taken from
         it goes to the near heap, which is small where the block limit is.
         """
-        room = max(1, self.block - len(self.results))
+        room = max(least, self.block - len(self.results))
         horizon = math.inf if self.stop.time is None else self.stop.time
         numbers: list[int] = []
         while len(numbers) < room and self.heap and self.heap[0][0] <= horizon:
@@ -341,6 +336,11 @@ class Simulator:
             if kind == ARRIVE and what in self.flights:
                 numbers.append(what)
         return numbers
+
+    def _due(self, wanted: Wanted) -> list[float]:
+        """When a block's tasks arrive, for a trainer that begins early: what is needed first comes first."""
+        due = {what: when for when, _, _, kind, what in self.near if kind == ARRIVE}
+        return [due.get(task.number, self.now) for task in wanted.tasks]
 
     def _train(self, numbers: list[int]) -> Generator[Wanted, Sequence[LocalResult | Ahead] | None, None]:
         self.asked = numbers

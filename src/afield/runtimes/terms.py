@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from afield.core.errors import InputError, one_of, within
 
@@ -60,3 +60,12 @@ class Manners:
         one_of("offline", self.offline, ("pause", "abort"))
         if self.max_staleness is not None:
             within("max_staleness", self.max_staleness, 0, math.inf)
+
+
+@dataclass(slots=True)
+class Since:
+    """Sums since the last measurement."""
+
+    updates: int = 0
+    staleness: int = 0
+    losses: list[float] = field(default_factory=list)
