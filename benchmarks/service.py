@@ -1,10 +1,11 @@
 """How many updates a second the service takes from many clients at once, beside a bare handler's figure.
 
-    python benchmarks/service.py [--seconds 120] [--clients 1000] [--megabytes 1]
+    python benchmarks/service.py [--seconds 120] [--turns 6] [--clients 1000] [--megabytes 1]
 
-Both run in this order: a bare handler under the same HTTP server, which sends a model, receives one and appends it
-to a file with the same group commit (one fsync for what waits); then `afield serve` with fedbuff. The load comes from
-another process over loopback: every client asks for a task, downloads the model, sends one back, again and again.
+Two servers are up: a bare handler under the same HTTP server, which sends a model, receives one and appends it to a
+file with the same group commit (one fsync for what waits), and `afield serve` with fedbuff. They are loaded in turns,
+since a disk's speed drifts; the ratio is the median over turns. The load comes from another process over loopback:
+every client asks for a task, downloads the model, sends one back, again and again.
 """
 
 from __future__ import annotations
@@ -279,34 +280,50 @@ def memory(pid: int) -> tuple[float, float]:
     return found["VmRSS"], found["VmHWM"]
 
 
+def joined(logs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several turns as one."""
+    found: dict[str, Any] = {
+        key: [value for log in logs for value in log[key]]
+        for key in ("checkout", "download", "submit", "receipts")
+    }
+    for key in ("statuses", "errors"):
+        found[key] = sum((log[key] for log in logs), Counter())
+    return found | {key: sum(log[key] for log in logs) for key in ("updates", "seconds")}
+
+
+def started(command: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """A server, and the first line that it says."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
 def run(
-    seconds: float, clients: int, megabytes: float, most: int, folder: Path, bare_too: bool = True
+    seconds: float,
+    clients: int,
+    megabytes: float,
+    most: int,
+    folder: Path,
+    bare_too: bool = True,
+    turns: int = 1,
 ) -> dict[str, Any]:
     width = int(megabytes * 1e6 / 4)
-    found: dict[str, Any] = {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if bare_too:
-        command = [sys.executable, __file__, "--bare", str(width * 4), str(folder / "bare")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            try:
-                port = int(process.stdout.readline())
-                log = loaded(port, "none", clients, bytes(width * 4), seconds, most, True)
-            finally:
-                process.kill()
-        found["bare"] = shown("bare handler", log, width * 4)
-        (folder / "bare").unlink()
     (folder / "net.py").write_text(NET.format(width=width))
-    out = folder / "run"
     command = [
-        sys.executable, "-m", "afield", "serve", "--out", str(out), "--port", "0",
+        "-m", "afield", "serve", "--out", str(folder / "run"), "--port", "0",
         "--model", f"{folder / 'net.py'}:Net", "--strategy", "fedbuff",
         "--set", f"scenario.clients={clients}", "--set", "measure.time=10", "--lease", "120",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        line = process.stdout.readline()
+    process, line = started(command)
+    bare: subprocess.Popen[str] | None = None
+    try:
         assert line.startswith("serving at"), line
         port = int(line.rpartition(":")[2])
         token = (folder / "run.keys" / "operator.token").read_text().strip()
+        if bare_too:
+            bare, line = started([__file__, "--bare", str(width * 4), str(folder / "bare")])
+            door = int(line)
         from torch import nn
 
         from afield.core.flat import Layout
@@ -314,7 +331,23 @@ def run(
         from afield.runtimes.service.wire import Wire as Models
 
         head = Models(Layout.of(nn.Linear(width, 1, bias=False))).heads["full"]
-        log = loaded(port, token, clients, head + bytes(width * 4), seconds, most, False)
+        logs: dict[str, list[dict[str, Any]]] = {"bare": [], "service": []}
+        for turn in range(turns):
+            share = seconds / turns, most // turns
+            if bare is not None:
+                logs["bare"].append(loaded(door, "none", clients, bytes(width * 4), *share, True))
+            logs["service"].append(loaded(port, token, clients, head + bytes(width * 4), *share, False))
+            rates = {
+                name: part[turn]["updates"] / part[turn]["seconds"] for name, part in logs.items() if part
+            }
+            print(
+                f"turn {turn + 1}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()),
+                flush=True,
+            )
+        found: dict[str, Any] = {}
+        if bare is not None:
+            found["bare"] = shown("bare handler", joined(logs["bare"]), width * 4)
+        log = joined(logs["service"])
         found["service"] = shown("afield serve", log, width * 4)
         with Client(f"http://{HOST}:{port}", token, patience=30.0) as client:
             told = client.status()
@@ -334,8 +367,16 @@ def run(
         process.terminate()
         process.wait(60)
         found["ended"] = process.returncode
+    finally:
+        for one in (process, bare):
+            if one is not None:
+                one.kill()
+                one.wait()
     if bare_too:
-        found["ratio"] = found["bare"] / found["service"]
+        pairs = zip(logs["bare"], logs["service"], strict=True)
+        found["ratio"] = statistics.median(
+            a["updates"] / a["seconds"] * b["seconds"] / b["updates"] for a, b in pairs
+        )
         print(f"\nthe bare handler is {found['ratio']:.2f} times as fast")
     return found
 
@@ -343,6 +384,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--megabytes", type=float, default=1.0)
     parser.add_argument("--most", type=int, default=20_000)
@@ -354,8 +396,9 @@ def main() -> None:
         bare_server(int(options.bare[0]), options.bare[1])
         return
     with tempfile.TemporaryDirectory() as folder:
-        seconds = 10.0 if options.quick else options.seconds
-        run(seconds, options.clients, options.megabytes, options.most, Path(folder), not options.no_bare)
+        seconds, turns = (10.0, 1) if options.quick else (options.seconds, options.turns)
+        load = (options.clients, options.megabytes, options.most)
+        run(seconds, *load, Path(folder), not options.no_bare, turns)
 
 
 if __name__ == "__main__":
