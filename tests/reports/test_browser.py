@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,6 @@ from afield.experiments.run import prepare, run
 from afield.reports import load, page
 
 pytestmark = pytest.mark.slow
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
-    None,
-)
 PHONE, DESKTOP = (390, 844), (1440, 900)
 
 
@@ -42,18 +37,6 @@ class Opened:
 
 
 Open = Callable[..., Opened]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium is installed")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as play:
-        # Tests may run as root in a container, where chromium's sandbox does not start.
-        started = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture

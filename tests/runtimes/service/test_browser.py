@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,28 +24,12 @@ from afield.experiments.folder import write_receipts
 from afield.experiments.run import prepare, run
 
 pytestmark = pytest.mark.slow
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
-    None,
-)
 PHONE, DESKTOP = (390, 844), (1440, 900)
 PAPER = {"light": "rgb(244, 246, 249)", "dark": "rgb(12, 16, 23)"}
 CARDS = ("accuracy", "loss", "rate", "timeline", "staleness")
 
 
 Open = Callable[..., Opened]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium is installed")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as play:
-        # Tests may run as root in a container, where chromium's sandbox does not start.
-        started = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture
