@@ -171,3 +171,17 @@ def test_a_damaged_newest_snapshot_is_made_good_by_the_one_before_and_the_journa
     with caplog.at_level(logging.WARNING), left(durable(strategy, tmp_path, every=7)) as door:
         assert equal(door.server, server)
     assert "trying the generation before" in caplog.text
+
+
+def test_snapshots_take_a_part_of_the_time_at_most(tmp_path: Path) -> None:
+    strategy = FedAsync(0.5)
+    taken = {}
+    for share in (1.0, 1e-9):
+        folder = tmp_path / str(share)
+        with left(durable(strategy, folder, every=1, share=share, fsync="off")) as door:
+            live(door, acts_of(strategy, 8))
+            taken[share] = max(door.snapshots.generations())
+            first = door.server.state.params.clone()
+        with left(durable(strategy, folder)) as door:  # the journal has what no snapshot has
+            assert torch.equal(door.server.state.params, first)
+    assert taken[1.0] - taken[1e-9] >= 5

@@ -38,6 +38,7 @@ class Keeping:
     keep: str = "needed"
     every: int = 1000
     seconds: float = 600.0
+    share: float = 0.03  # of the time at most, for snapshots
 
 
 @contextmanager

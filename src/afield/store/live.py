@@ -59,9 +59,9 @@ class Durable:
     """The door of a live server (see above).
 
     `fsync`: "update", "batch" or "off" (docs/decisions/0007-store.md). `table`: "auto", "memory" or "disk". There is
-    a snapshot every `every` updates or `seconds`, whichever comes first; segments of the journal that no kept
-    snapshot needs are then dropped, unless keep = "all". `about` names what else must be the same for as long as the
-    folder lives, such as the model's name.
+    a snapshot every `every` updates or `seconds`, whichever comes first, but all of them take at most the part
+    `share` of the time; segments of the journal that no kept snapshot needs are then dropped, unless keep = "all".
+    `about` names what else must be the same for as long as the folder lives, such as the model's name.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Durable:
         keep: str = "needed",
         every: int = 1000,
         seconds: float = 600.0,
+        share: float = 1.0,
         remember: int = 10_000,
         generations: int = 2,
         segment: int = SEGMENT,
@@ -84,9 +85,11 @@ class Durable:
         one_of("keep", keep, ("needed", "all"))
         within("every", every, 1, math.inf)
         within("seconds", seconds, 0, math.inf, above=True)
+        within("share", share, 0, 1, above=True)
         within("remember", remember, 0, math.inf)
         self.server, self.folder = server, Path(folder)
         self.table, self.keep, self.every, self.seconds, self.remember = table, keep, every, seconds, remember
+        self.share, self._took = share, 0.0  # seconds of the last snapshot
         # everything of the server that was settled before the first update: replay under another gives another model
         settled = {
             "strategy": repr(server.strategy),
@@ -334,7 +337,9 @@ class Durable:
 
     def tend(self) -> None:
         """A snapshot if one is due. The verbs do this before they begin; a service also does when it is idle."""
-        if not self._since or (self._since < self.every and time.monotonic() - self._last < self.seconds):
+        passed = time.monotonic() - self._last
+        due = self._since >= self.every or passed >= self.seconds
+        if not self._since or not due or passed < self._took / self.share - self._took:
             return
         try:
             self.snapshot()
@@ -366,6 +371,7 @@ class Durable:
             raise
         if self.keep != "all" and self.snapshots.oldest is not None:
             self.journal.drop(self.snapshots.oldest[1]["journal"] + 1)
+        self._took, self._last = time.monotonic() - self._last, time.monotonic()
         return generation
 
     @property

@@ -18,7 +18,6 @@ import json
 import math
 import struct
 import sys
-import zlib
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +30,11 @@ from torch import Tensor
 from afield.core.errors import InputError
 from afield.store.files import Piece
 from afield.store.kinds import Kind
+
+try:
+    from isal.isal_zlib import crc32  # extra `serve`: the same sums 14 times as fast
+except ImportError:
+    from zlib import crc32
 
 FORMAT = 1
 MAGIC = b"afield\r\n"  # a transfer that "corrects" line ends breaks it at once
@@ -173,7 +177,7 @@ class _Packing:
             body = raw(tensor)
             offset = self.length
             spot = Spot(
-                NAMES[tensor.dtype], list(tensor.shape), tensor.is_cpu, offset, body.nbytes, zlib.crc32(body)
+                NAMES[tensor.dtype], list(tensor.shape), tensor.is_cpu, offset, body.nbytes, crc32(body)
             )
             spot.steady = steady
             pad = -body.nbytes % ALIGN
@@ -206,7 +210,7 @@ def pack(
     ).encode()
     text += b" " * (-(PREAMBLE.size + len(text)) % ALIGN)  # the tensors' part begins aligned
     rest = struct.pack("<Q", len(text))
-    checksum = zlib.crc32(text, zlib.crc32(struct.pack("<I", FORMAT) + rest))
+    checksum = crc32(text, crc32(struct.pack("<I", FORMAT) + rest))
     head = PREAMBLE.pack(MAGIC, FORMAT, checksum, len(text)) + text
     return Packed(
         pieces=[head, *packing.bodies],
@@ -230,7 +234,7 @@ def head(read: Read, name: str) -> Head:
     if magic != MAGIC or length > MOST:
         raise DamagedError(f"{name} is not a file of afield, or its first bytes are damaged")
     text = _filled(read, length, PREAMBLE.size, name)
-    if zlib.crc32(text, zlib.crc32(first[8:12] + first[16:])) != checksum:
+    if crc32(text, crc32(first[8:12] + first[16:])) != checksum:
         raise DamagedError(f"{name} is damaged: its head does not have the checksum that was written with it")
     if form != FORMAT:
         raise InputError(
@@ -262,7 +266,7 @@ def tensor_at(spot: Spot, start: int, read: Read, name: str, device: str | torch
     body: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     if body.nbytes != spot.bytes or not read(body, start + spot.offset):
         raise DamagedError(f"{name} is cut short: a tensor of {spot.bytes:,} bytes is missing")
-    if zlib.crc32(body) != spot.checksum:
+    if crc32(body) != spot.checksum:
         raise DamagedError(f"{name} is damaged: a tensor does not have the checksum that was written with it")
     return tensor if spot.cpu else tensor.to(device)
 
