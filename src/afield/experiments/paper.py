@@ -124,12 +124,9 @@ class Preset:
             labels = [entry.label for entry in entries]
             if any(entry.only and not set(entry.only) & set(labels) for entry in entries):
                 continue
-            alike = dict(zip(AXES, entries, strict=True))["rows"].alike
-            laid = {
-                axis: entry
-                for axis, entry in zip(AXES, entries, strict=True)
-                if not (alike and axis == "columns")
-            }
+            laid = dict(zip(AXES, entries, strict=True))
+            if alike := laid["rows"].alike:
+                del laid["columns"]
             table = plain
             for entry in laid.values():
                 table = merge(table, entry.changes)

@@ -17,6 +17,7 @@ from afield.core.server import Server
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, config, read
 from afield.experiments.folder import check_new, environment, write_receipts
+from afield.experiments.keep import SHARE
 from afield.experiments.own import own_evaluator, own_module
 from afield.experiments.run import prepare
 from afield.runtimes.service.plans import plan_for
@@ -38,7 +39,7 @@ class Keeping:
     keep: str = "needed"
     every: int = 1000
     seconds: float = 600.0
-    share: float = 0.03  # of the time at most, for snapshots
+    share: float = SHARE  # of the time at most, for snapshots
 
 
 @contextmanager

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from afield.runtimes.service.entrance import refused
-from afield.runtimes.service.protocol import Http
 from afield.runtimes.service.recorded import Recorded
 from afield.runtimes.service.refusals import Refusal
-from afield.runtimes.service.serve import Listen, Serving, Started, bound
+from afield.runtimes.service.serve import Listen, Serving, Started, bound, config_of, until_ended
 from afield.runtimes.service.static import pages
 from afield.runtimes.service.watch import clean, listing, stream
 
@@ -62,23 +59,9 @@ def watch(folder: Path, port: int, started: Started = lambda url, end: None) -> 
 
     async def main() -> None:
         server: Serving
-        config = uvicorn.Config(
-            app_of(recorded, token, lambda: not server.should_exit),
-            http=Http,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        server = Serving(config)
-        task = asyncio.ensure_future(server.serve(sockets=[listening]))
-        while not server.started and not task.done():
-            await asyncio.sleep(0.005)
-        if server.started:
-            url = f"http://{listen.host}:{listening.getsockname()[1]}/#token={token}"
-            started(url, lambda: server.handle_exit(signal.SIGTERM, None))
-        await task
+        app = app_of(recorded, token, lambda: not server.should_exit)
+        server = Serving(config_of(app, drain=1, lifespan="off"))
+        url = f"http://{listen.host}:{listening.getsockname()[1]}/#token={token}"
+        await until_ended(server, listening, url, started)
 
     asyncio.run(main())
