@@ -327,3 +327,23 @@ def test_one_launch_on_a_gpu_is_what_a_cpu_computes() -> None:
     assert memory["cpu"]["steps"] == memory["cuda"]["steps"] == 12
     assert not torch.equal(found["cpu"], params)
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_halves_on_a_gpu_come_close() -> None:
+    torch.manual_seed(4)
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    )
+    images = torch.randn(12, 3, 6, 6)
+    params, statistics = parts(module)
+    found = {}
+    for device, options in (("cpu", {}), ("cuda", {"precision": "bfloat16", "channels_last": True})):
+        distil = Distil(module, images, device, **options)
+        moved, held = params.clone().to(device), statistics.to(device)
+        distil.distil(moved, held, TEACHER.to(device), 1, Settings(), None)
+        looks = [distil.logits(vector.to(device), held, 7).cpu() for vector in (params, moved, params)]
+        assert torch.equal(looks[0], looks[2])  # the second look did not write to the first
+        found[device] = (moved.cpu() - params, *looks)
+    for one, two in zip(found["cuda"], found["cpu"], strict=True):
+        assert float((one - two).norm() / two.norm()) < 0.05

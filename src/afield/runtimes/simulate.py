@@ -123,7 +123,14 @@ def assemble(
         "max_staleness": manners.max_staleness,
         "distiller": None
         if unlabelled is None
-        else Distil(module, unlabelled, device, getattr(strategy, "top", 64)),
+        else Distil(
+            module,
+            unlabelled,
+            device,
+            getattr(strategy, "top", 64),
+            training.precision,
+            training.channels_last,
+        ),
     }
     if measuring.diagnose:
         gradients = FullGradients(module, data, local, loss, device)

@@ -144,9 +144,11 @@ class GraphTrainer(BlockTrainer):
     def _hold(self, least: int) -> Held:
         """The tensors for at least so many steps."""
         if self._held is None or len(self._held.picks) < least:
-            steps = max(
+            # with room to spare: runs that share this engine may have larger clients, and graphs are captured anew
+            most = max(
                 [least, *(self.local.work(client, size) for client, size in enumerate(self.data.sizes))]
             )
+            steps = 1 << (most - 1).bit_length()
             rows, layout, device = self.capacity, self.layout, self.device
             self._graphs.clear()
 

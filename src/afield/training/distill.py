@@ -83,11 +83,21 @@ class Distil:
     """
 
     def __init__(
-        self, module: nn.Module, unlabelled: Tensor, device: torch.device | str = "cpu", top: int = 64
+        self,
+        module: nn.Module,
+        unlabelled: Tensor,
+        device: torch.device | str = "cpu",
+        top: int = 64,
+        precision: str = "float32",
+        channels_last: bool = False,
     ) -> None:
+        """`precision` and `channels_last` as in training (training/choose.py): for a GPU."""
         self._module, self._layout, self._work = own_copy(module, device)
         self._module.eval()
         self._unlabelled = unlabelled.to(device)
+        if channels_last and unlabelled.ndim == 4:
+            self._unlabelled = self._unlabelled.contiguous(memory_format=torch.channels_last)
+        self._half = precision == "bfloat16" and self._work.is_cuda
         self._gradient = torch.zeros_like(self._work[: self._layout.parameters])
         views = self._layout.views(self._gradient)
         for name, parameter in self._module.named_parameters():
@@ -97,6 +107,7 @@ class Distil:
         self._weights.grad = self._gradient
         self._known: tuple[Any, ...] = ()  # what the launch was recorded for
         self._launch: Callable[[], None] | None = None
+        self._looks: dict[int, Callable[[], Tensor]] = {}  # by samples
         self._rows = _ROWS.get(self._unlabelled.device.type, 500)
         self._choices: Tensor | None = None  # [rows, places, top]: tokens
         self._there: Tensor | None = None  # [rows, places]: not there to fill up
@@ -118,7 +129,9 @@ class Distil:
 
     def _given(self, rows: slice | Tensor) -> Tensor:
         """The module's outputs for some of the unlabelled set, in the form that is kept."""
-        outputs: Tensor = self._module(self._unlabelled[rows])
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._half):
+            outputs: Tensor = self._module(self._unlabelled[rows])
+        outputs = outputs.to(self._layout.dtype)
         if self._choices is None or self._there is None:
             return outputs
         choices, there = self._choices[rows], self._there[rows]
@@ -135,10 +148,33 @@ class Distil:
         """
         total = min(samples, len(self._unlabelled))
         self._take(params, statistics)
-        with torch.no_grad():
-            starts = range(0, total, self._rows)
-            outputs = [self._given(slice(start, min(start + self._rows, total))) for start in starts]
-        return torch.cat(outputs).to(params.device)
+        if total not in self._looks:
+            self._looks[total] = self._look(total)
+        return self._looks[total]().to(params.device)
+
+    def _look(self, total: int) -> Callable[[], Tensor]:
+        """The outputs for the first examples; one launch on a GPU if the model allows it."""
+
+        def look() -> Tensor:
+            with torch.no_grad():
+                starts = range(0, total, self._rows)
+                return torch.cat([self._given(slice(n, min(n + self._rows, total))) for n in starts])
+
+        if not self._work.is_cuda or self._there is not None:
+            return look
+        seen = torch.empty(0)
+
+        def keep() -> None:
+            nonlocal seen
+            seen = look()
+
+        launch = recorded(keep, self._work.device, "inference")
+
+        def launched() -> Tensor:
+            launch()
+            return seen.clone()  # the next launch writes to the same memory
+
+        return launched
 
     def distil(
         self,
