@@ -22,7 +22,6 @@ from afield.training.block import BlockTrainer
 from afield.training.choose import Training, trainer
 from afield.training.cuda import GraphTrainer
 from afield.training.deal import joined
-from afield.training.lanes import LaneTrainer
 from afield.training.local import Local, LoopTrainer
 from afield.training.streams import StreamTrainer
 from afield.training.workers import WorkersTrainer
@@ -37,7 +36,6 @@ MAKERS: dict[str, Any] = {
     "vmap": BlockTrainer,
     "graph": GraphTrainer,
     "streams": StreamTrainer,
-    "lanes": LaneTrainer,
     "streams-last": lambda *parts, **more: StreamTrainer(*parts, last=True, **more),
 }
 

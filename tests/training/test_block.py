@@ -19,7 +19,6 @@ from afield.training.block import BlockTrainer
 from afield.training.choose import Training, choose, trainer
 from afield.training.cuda import GraphTrainer, bucket
 from afield.training.deal import joined
-from afield.training.lanes import LaneTrainer
 from afield.training.local import Local, LoopTrainer
 from afield.training.models import MODELS, Point, build
 from afield.training.streams import StreamTrainer
@@ -31,7 +30,6 @@ MAKERS: dict[str, Any] = {
     "vmap": BlockTrainer,
     "graph": GraphTrainer,
     "streams": StreamTrainer,
-    "lanes": LaneTrainer,
     "streams-last": lambda *parts, **more: StreamTrainer(*parts, last=True, **more),
 }
 

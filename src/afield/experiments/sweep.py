@@ -12,10 +12,9 @@ from afield.experiments.keep import Asking, StoppedError, kept
 from afield.experiments.kin import Kin
 from afield.experiments.run import Prepared, prepare
 from afield.runtimes.simulate import threads
-from afield.runtimes.simulator import Ahead, Measurement, Wanted
+from afield.runtimes.simulator import Measurement, Wanted
 from afield.training.block import BlockTrainer
 from afield.training.deal import joined
-from afield.training.lanes import LaneTrainer
 
 # Bytes of models in one common block. On a CPU more gain nothing and leave the caches; a GPU waits after each block,
 # and 512 MB are 11 ResNet-18s.
@@ -48,7 +47,7 @@ def run_together(
         threads(max(run.config.runtime.threads or 1 for run in runs)),
     ):
         alive = {n: run.simulator.steps() for n, run in enumerate(runs) if records[n].into is not None}
-        results: dict[int, Sequence[LocalResult | Ahead] | None] = dict.fromkeys(alive)
+        results: dict[int, Sequence[LocalResult] | None] = dict.fromkeys(alive)
         while alive:
             waiting: dict[int, Wanted] = {}
             for number, steps in list(alive.items()):
@@ -73,17 +72,13 @@ def run_together(
             results.update(_trained(runs, waiting))
 
 
-def _trained(
-    runs: Sequence[Prepared], waiting: dict[int, Wanted]
-) -> dict[int, Sequence[LocalResult | Ahead]]:
-    """The results of every block that is waited for, or that is being trained."""
-    found: dict[int, Sequence[LocalResult | Ahead]] = {}
+def _trained(runs: Sequence[Prepared], waiting: dict[int, Wanted]) -> dict[int, Sequence[LocalResult]]:
+    """The results of every block that is waited for."""
+    found: dict[int, Sequence[LocalResult]] = {}
     shared: dict[BlockTrainer, list[int]] = {}
     for number, wanted in waiting.items():
         trainer = runs[number].simulator.trainer
-        if isinstance(trainer, LaneTrainer):
-            found[number] = trainer.ahead(wanted.tasks, wanted.bases, wanted.corrections)
-        elif isinstance(trainer, BlockTrainer):
+        if isinstance(trainer, BlockTrainer):
             shared.setdefault(trainer.engine, []).append(number)
         else:
             found[number] = trainer.train(wanted.tasks, wanted.bases, wanted.corrections)

@@ -14,7 +14,6 @@ from afield.core.protocols import Data
 from afield.training import workers
 from afield.training.block import BlockTrainer
 from afield.training.cuda import GraphTrainer
-from afield.training.lanes import LaneTrainer
 from afield.training.local import Local, LoopTrainer
 from afield.training.streams import StreamTrainer
 from afield.training.tape import CannotRecord
@@ -22,9 +21,6 @@ from afield.training.workers import WorkersTrainer
 
 log = logging.getLogger("afield")
 
-LARGE = (
-    1_000_000  # weights: below, a GPU's steps are shorter than what it takes to queue them one task at a time
-)
 METHODS = ("auto", "loop", "vmap", "graph", "workers")
 
 
@@ -97,9 +93,7 @@ def trainer(
         if wanted == "vmap":
             return BlockTrainer(*parts, device)  # type: ignore[arg-type]
         if wanted == "graph":
-            large = sum(weight.numel() for weight in module.parameters()) >= LARGE
-            side = LaneTrainer if large else StreamTrainer
-            kind = side if convolutional(module) else GraphTrainer
+            kind = StreamTrainer if convolutional(module) else GraphTrainer
             options = (training.precision, training.channels_last, training.compile)
             return kind(*parts, device, *options)  # type: ignore[arg-type]
     except CannotRecord as reason:

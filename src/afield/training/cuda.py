@@ -8,10 +8,8 @@ without graphs on a CPU, where the tests compare them with the loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -37,28 +35,6 @@ def bucket(width: int) -> int:
     return power * 3 // 4 if power > 2 and width <= power * 3 // 4 else power
 
 
-@cache
-def first(device: torch.device) -> Any:
-    """A stream whose kernels go before those of the clients' lanes."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def foreground(device: torch.device) -> Iterator[None]:
-    """What a server waits for goes before the clients' steps that a GPU has in its queues; a CPU has none.
-
-    Beside 16 clients in training a distillation would have a seventeenth of the GPU, and its run be behind.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    here, side = torch.cuda.current_stream(device), first(device)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        yield
-    here.wait_stream(side)
-
-
 class Recorded:
     """A function without arguments as a CUDA graph; on a CPU, the function itself."""
 
@@ -69,13 +45,13 @@ class Recorded:
         self._replay: Callable[[], None] = function
         if device.type == "cuda":
             here = torch.cuda.current_stream(device)
-            side = stream or first(device)
+            side = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 function()  # libraries set themselves up outside of the capture
             here.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=side):  # whose priority its kernels have
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 function()
             self._replay = graph.replay
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from afield.core.errors import InputError
 from afield.core.flat import own_copy
 from afield.core.keys import generator
-from afield.training.cuda import foreground, recorded
+from afield.training.cuda import recorded
 
 # Of the unlabelled set at once; fixed, so that equal models have equal logits to the bit. Few on a CPU, where large
 # activations are fresh pages every time.
@@ -147,11 +147,10 @@ class Distil:
         [rows, classes]; of a language model [rows, places, top + 1], zeros at places that only fill up.
         """
         total = min(samples, len(self._unlabelled))
-        with foreground(self._work.device):
-            self._take(params, statistics)
-            if total not in self._looks:
-                self._looks[total] = self._look(total)
-            return self._looks[total]().to(params.device)
+        self._take(params, statistics)
+        if total not in self._looks:
+            self._looks[total] = self._look(total)
+        return self._looks[total]().to(params.device)
 
     def _look(self, total: int) -> Callable[[], Tensor]:
         """The outputs for the first examples; one launch on a GPU if the model allows it."""
@@ -191,21 +190,20 @@ class Distil:
         `teacher` holds the logits of the first samples; `key` fixes the batches' order. `memory` carries
         Adam's moments from one distillation to the next: an empty dict at first, then "m", "v" and "steps".
         """
-        with foreground(self._work.device):
-            step = self._step(settings, teacher)
-            self._take(params, statistics)
-            self._start(memory)
-            for turn in range(settings.passes):
-                order = torch.randperm(len(teacher), generator=generator(key, turn))
-                for positions in torch.split(order.to(self._unlabelled.device), settings.batch):
-                    step(positions)
-            params.copy_(self._weights.detach())
-            if memory is not None and self._weights in self._adam.state:
-                state = self._adam.state[self._weights]
-                memory["m"], memory["v"] = (
-                    state[name].to(params.device, copy=True) for name in ("exp_avg", "exp_avg_sq")
-                )
-                memory["steps"] = int(state["step"])
+        step = self._step(settings, teacher)
+        self._take(params, statistics)
+        self._start(memory)
+        for turn in range(settings.passes):
+            order = torch.randperm(len(teacher), generator=generator(key, turn))
+            for positions in torch.split(order.to(self._unlabelled.device), settings.batch):
+                step(positions)
+        params.copy_(self._weights.detach())
+        if memory is not None and self._weights in self._adam.state:
+            state = self._adam.state[self._weights]
+            memory["m"], memory["v"] = (
+                state[name].to(params.device, copy=True) for name in ("exp_avg", "exp_avg_sq")
+            )
+            memory["steps"] = int(state["step"])
 
     def _step(self, settings: Settings, teacher: Tensor) -> Callable[[Tensor], None]:
         """One step for the examples at some positions; a whole batch is one launch on a GPU if the model allows it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError, within
 from afield.core.flat import own_copy
-from afield.training.cuda import foreground, recorded
+from afield.training.cuda import recorded
 from afield.training.local import IGNORED, loss_function
 
 
@@ -112,11 +112,10 @@ class Evaluate:
             raise InputError(
                 f"a vector of shape {tuple(model.shape)} is not a model of {len(self._vector)} elements"
             )
-        with foreground(self._vector.device):
-            self._vector.copy_(model)
-            if self._passes is None:
-                self._passes = recorded(self._measure, self._vector.device, "evaluation")
-            self._passes()
+        self._vector.copy_(model)
+        if self._passes is None:
+            self._passes = recorded(self._measure, self._vector.device, "evaluation")
+        self._passes()
         point = self._vector[: self._layout.parameters].clone() if self._shows_point else None
         if self._more is not None:
             return self._told(self._found, point) | self._more(self._module)
