@@ -22,6 +22,7 @@ BLOCK = 1024  # elements that share one int8 scale: 8.03 bits an element
 # (twice as many took 1.2 times as long). A GPU has no such cache to keep: long chunks, few launches.
 CHUNK = 48 * BLOCK
 LAUNCH = 8192 * BLOCK
+FEW = 8  # chunks that the third-level cache holds
 
 # A chunk of a row as stored, and the call that puts the new row in its place and gives that.
 Exchange = tuple[slice, Tensor, Callable[[], Tensor]]
@@ -35,8 +36,11 @@ def chunks(vector: Tensor) -> Iterator[slice]:
 
 
 def parts(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The chunks of several vectors side by side; what fits into one is handed out as it is, unsliced (1 us each)."""
-    if vectors[0].numel() <= _length(vectors[0]):
+    """The chunks of several vectors side by side; what fits into a few is handed out as it is, unsliced (1 us each).
+
+    A fold of FedBuff of 250,000 elements on one thread: 0.10 ms whole, 0.16 ms in six chunks.
+    """
+    if vectors[0].numel() <= FEW * _length(vectors[0]):
         yield vectors
         return
     for part in chunks(vectors[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from afield.core.errors import InputError
 
 Piece = Any  # whatever has the buffer protocol: bytes, a memoryview, a numpy array of bytes
 AT_ONCE = 512  # pieces in one call of writev: the system allows 1,024
+PAGE = mmap.PAGESIZE
 STEP = 8 * 2**20  # bytes in one call: the disk writes them while the next ones are summed up and copied
 
 # Called before every act with its name, the file, and what is about to be written or the paths. Tests stop here.
@@ -125,9 +127,14 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def forget(fd: int) -> None:
-    """Drop the file from the page cache: what is read next comes from the disk."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+def forget(fd: int, size: int | None = None) -> None:
+    """Drop the file from the page cache: what is read next comes from the disk.
+
+    With its size, all but the page that it ends in, which who appends needs.
+    """
+    length = 0 if size is None else size // PAGE * PAGE
+    if size is None or length:  # 0 means all of it
+        os.posix_fadvise(fd, 0, length, os.POSIX_FADV_DONTNEED)
 
 
 def read(fd: int, out: Piece, offset: int) -> bool:

@@ -91,8 +91,8 @@ class Journal:
         self._end_full()
         place = self.place()
         try:
-            for update in updates:
-                self.write(_sent(update))
+            for some in self._together(updates):
+                self.write_all([_sent(update) for update in some])
                 if self.fsync == "update":
                     self.sync()
             self.commit()
@@ -101,18 +101,31 @@ class Journal:
                 self.cut(place)
             raise
 
+    def _together(self, updates: Sequence[Update]) -> Iterator[Sequence[Update]]:
+        """As many as are written in one call."""
+        longest = max((update.bytes for update in updates), default=0)
+        most = 1 if self.fsync == "update" else max(1, files.STEP // max(1, longest))
+        for start in range(0, len(updates), most):
+            yield updates[start : start + most]
+
     def write(self, value: Any) -> int:
         """Append a record, not yet synced; gives its number. What cannot be written whole is not there at all."""
+        return self.write_all([value])
+
+    def write_all(self, values: Sequence[Any]) -> int:
+        """Several records in one call of the system, all of them or none; gives the number of the last."""
         self._begin()
-        assert self.number is not None
-        number, offset = self.number + 1, self.bytes
-        packed = pack(value, self.kinds, {"number": number})
-        frame = framed(self.salt, number, self.synced, packed.bytes)
+        before = self.place()
+        number, pieces = before.number, list[files.Piece]()
+        for value in values:
+            number += 1
+            packed = pack(value, self.kinds, {"number": number})
+            pieces += (framed(self.salt, number, self.synced, packed.bytes), *packed.pieces)
         try:
             with files.named(self._path, "write"):
-                self.bytes += files.write(self.fd, [frame, *packed.pieces])
+                self.bytes += files.write(self.fd, pieces)
         except InputError:
-            self.cut(Place(self.number, offset))
+            self.cut(before)
             raise
         self.number = number
         return number
@@ -149,6 +162,8 @@ class Journal:
             self.broken = str(error)
             raise
         self.synced = self.number
+        # nobody reads it before the next start: its pages are free for what comes next
+        files.forget(self.fd, self.bytes)
         self._witness(self.number)
 
     def _witness(self, number: int) -> None:

@@ -190,6 +190,8 @@ class _Packing:
 def raw(tensor: Tensor) -> Any:
     """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
     assert sys.byteorder == "little"
+    if tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous():  # two calls of torch, not five
+        return tensor.detach().view(torch.uint8).numpy()
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

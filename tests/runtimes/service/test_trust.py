@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from served import Live, body_of, live, put, until
 from tiny import tiny
 
@@ -22,6 +23,7 @@ from afield.runtimes.service import protocol
 from afield.runtimes.service.client import Client, ServerError
 from afield.runtimes.service.serve import Listen
 from afield.runtimes.service.trust import Book, Rates
+from afield.runtimes.service.wire import raw as bytes_of
 
 ROUTES = [
     ("GET", "/v1/run"), ("POST", "/v1/tasks?client=0"), ("GET", "/v1/tasks"), ("DELETE", "/v1/tasks/0"),
@@ -30,6 +32,14 @@ ROUTES = [
     ("GET", "/v1/events"), ("POST", "/v1/promote"), ("POST", "/v1/rollback"), ("GET", "/metrics"),
     ("GET", "/v1/shares"),
 ]  # fmt: skip
+
+
+LONG = """
+from torch import nn
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(99_999, 3)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +286,24 @@ def test_tls_and_http_2(papers: Path, tmp_path: Path) -> None:
         old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
         with pytest.raises(httpx.ConnectError):
             server.http(verify=old).get("/healthz")
+
+
+@pytest.mark.parametrize("http2", [False, True])
+def test_a_long_body_over_tls(papers: Path, tmp_path: Path, http2: bool) -> None:
+    (tmp_path / "net.py").write_text(LONG)
+    listen = Listen(port=0, cert=papers / "server.pem", key=papers / "server.key")
+    chosen, own = tiny("fedbuff", strategy={"size": 1}), f"{tmp_path / 'net.py'}:Net"
+    with live(chosen, tmp_path / "run", listen=listen, own=own) as server:
+        trusting = ssl.create_default_context(cafile=str(papers / "ca.pem"))
+        http, client = server.http(verify=trusting, http2=http2), server.client(0, ca=papers / "ca.pem")
+        for _ in range(3):
+            task = client.next_task()
+            assert task is not None
+            sent = torch.arange(len(task.base), dtype=torch.float32) / 2**20 + task.number
+            body = task.owner.wire.heads["full"] + bytes(bytes_of(sent))
+            assert put(http, task, body).status_code == 200
+            newest = http.get("/v1/models/latest").content[-sent.nbytes :]
+            torch.testing.assert_close(torch.frombuffer(bytearray(newest), dtype=torch.float32), sent)
 
 
 @pytest.mark.parametrize("http2", [False, True])

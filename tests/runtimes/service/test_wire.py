@@ -141,3 +141,16 @@ def test_no_body_does_anything_but_be_read_or_refused(data: st.DataObject) -> No
 def test_the_limit_has_room_for_every_form() -> None:
     assert all(len(file(form)) <= WIRE.limit for form in ("full", "bf16", "int8"))
     assert WIRE.limit < WIRE.bytes + 20_000
+
+
+def test_the_usual_head_is_read_as_any_other() -> None:
+    wire = Wire(Layout.of(nn.Linear(3, 2)))
+    vector = torch.arange(8, dtype=torch.float32)
+    usual = wire.heads["full"] + bytes(raw(vector))
+    other = wire.head("full", {"by": "another library"}) + bytes(raw(vector))
+    for body in (usual, other):
+        found = wire.read(bytearray(body))
+        assert torch.equal(found.vector, vector) and not found.delta
+    for damaged in (usual[:-4], usual + bytes(4), other[:-4]):
+        with pytest.raises(BodyError):
+            wire.read(bytearray(damaged))

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,16 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from afield.core.errors import InputError
 from afield.core.types import Task
 from afield.runtimes.service.downloads import model_of
 from afield.runtimes.service.entrance import Call, Endpoint, guarded, refused
+from afield.runtimes.service.events import values_of
 from afield.runtimes.service.metrics import CONTENT_TYPE_LATEST
 from afield.runtimes.service.openapi import description
 from afield.runtimes.service.refusals import Refusal
 from afield.runtimes.service.service import Service
 from afield.runtimes.service.static import pages
+from afield.runtimes.service.straight import Straight
 from afield.runtimes.service.tasks import Open
 from afield.runtimes.service.uploads import update_of
 from afield.runtimes.service.watch import events, history, shares
@@ -39,7 +41,7 @@ def told(service: Service, found: Open) -> dict[str, Any]:
     """A task as its client sees it."""
     left = max(0.0, found.deadline - service.fold.loop.time())
     return {
-        **asdict(found.task),
+        **values_of(found.task),
         "lease": found.lease,
         "seconds": round(left, 3),
         "corrected": found.correction is not None,
@@ -99,7 +101,7 @@ async def _gone(request: Request) -> None:
 async def submit(call: Call) -> Response:
     service, started = call.service, time.monotonic()
     if (first := call.receipt()) is not None:
-        return JSONResponse({**asdict(first), "repeated": True})
+        return JSONResponse({**values_of(first), "repeated": True})
     found = call.task()
     found.busy += 1
     try:
@@ -109,13 +111,13 @@ async def submit(call: Call) -> Response:
         service.desk.touch(found)
     if receipt.refused:
         if (first := call.receipt()) is not None:  # its twin was faster
-            return JSONResponse({**asdict(first), "repeated": True})
+            return JSONResponse({**values_of(first), "repeated": True})
         _noted(service, call, found.task, receipt.refused, started)
         if receipt.refused == "too-stale":
             await service.desk.take_back(found, "too-stale")
         raise Refusal(service.desk.endings.get(receipt.number, receipt.refused))
     _noted(service, call, found.task, "", started)
-    return JSONResponse({**asdict(receipt), "repeated": False})
+    return JSONResponse({**values_of(receipt), "repeated": False})
 
 
 def _noted(service: Service, call: Call, task: Task, refused: str, started: float) -> None:
@@ -153,7 +155,7 @@ async def receipt_of(call: Call) -> Response:
     if (first := call.receipt()) is None:
         call.task()
         return Response(status_code=204, headers={"Retry-After": "1"})  # open still
-    return JSONResponse({**asdict(first), "repeated": True})
+    return JSONResponse({**values_of(first), "repeated": True})
 
 
 async def tasks(call: Call) -> Response:
@@ -235,7 +237,7 @@ async def metrics(call: Call) -> Response:
 # -- all of it -----------------------------------------------------------------------------------------------
 
 
-def app_of(service: Service) -> Starlette:
+def app_of(service: Service) -> ASGIApp:
     """The ASGI application; `service` is started and stopped by who serves it (serve.py)."""
 
     async def healthy(request: Request) -> Response:
@@ -262,32 +264,36 @@ def app_of(service: Service) -> Starlette:
             reply.headers.update(error.headers)
         return reply
 
-    return Starlette(
+    routes = [
+        route("/metrics", "GET", metrics),
+        route("/v1/run", "GET", about),
+        route("/v1/tasks", "POST", checkout),
+        route("/v1/tasks", "GET", tasks),
+        route("/v1/tasks/{number}", "DELETE", give_back),
+        route("/v1/tasks/{number}/heartbeat", "POST", heartbeat),
+        route("/v1/tasks/{number}/update", "PUT", submit),
+        route("/v1/tasks/{number}/receipt", "GET", receipt_of),
+        route("/v1/tasks/{number}/correction", "GET", model_of),
+        route("/v1/models/{version}", "GET", model_of),
+        route("/v1/status", "GET", status),
+        route("/v1/history", "GET", history),
+        route("/v1/events", "GET", events),
+        route("/v1/shares", "GET", shares),
+        route("/v1/promote", "POST", promote, operator=True),
+        route("/v1/rollback", "POST", roll_back, operator=True),
+    ]
+    rest = Starlette(
         routes=[
             *pages(),
             Route("/healthz", healthy, methods=["GET"]),
             Route("/readyz", ready, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
-            route("/metrics", "GET", metrics),
-            route("/v1/run", "GET", about),
-            route("/v1/tasks", "POST", checkout),
-            route("/v1/tasks", "GET", tasks),
-            route("/v1/tasks/{number}", "DELETE", give_back),
-            route("/v1/tasks/{number}/heartbeat", "POST", heartbeat),
-            route("/v1/tasks/{number}/update", "PUT", submit),
-            route("/v1/tasks/{number}/receipt", "GET", receipt_of),
-            route("/v1/tasks/{number}/correction", "GET", model_of),
-            route("/v1/models/{version}", "GET", model_of),
-            route("/v1/status", "GET", status),
-            route("/v1/history", "GET", history),
-            route("/v1/events", "GET", events),
-            route("/v1/shares", "GET", shares),
-            route("/v1/promote", "POST", promote, operator=True),
-            route("/v1/rollback", "POST", roll_back, operator=True),
+            *routes,  # for who uses a wrong method
         ],
         exception_handlers={HTTPException: wrong, Exception: wrong},
         lifespan=_life(service),
     )
+    return Straight(routes, rest)
 
 
 def _life(service: Service) -> Callable[[Starlette], Any]:

@@ -82,28 +82,33 @@ async def body_of(request: Request, limit: int) -> bytearray:
     """The whole body, which must keep coming at a fair speed."""
     length = length_of(request, limit)
     known = "content-length" in request.headers
-    body = bytearray(length if known else 0)
-    at = 0
+    connection = request.scope["state"].get("connection")  # of HTTP/1.1: see protocol.py
+    seconds = GRACE + length / SLOWEST
     try:
-        async with asyncio.timeout(GRACE + length / SLOWEST):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ConnectionAbortedError
-                chunk = message.get("body", b"")
-                if at + len(chunk) > length:
-                    raise Refusal("too-long", f"the body has more than {length} bytes")
-                if known:
-                    body[at : at + len(chunk)] = chunk
-                else:
-                    body += chunk
-                at += len(chunk)
-                if not message.get("more_body", False):
-                    break
+        async with asyncio.timeout(seconds):
+            if not known or connection is None or not connection.reads(request.scope):
+                return await _gathered(request, length, known)
+            body = bytearray(length)
+            if await connection.fill(memoryview(body)) < length:
+                raise ConnectionAbortedError
+            return body
     except TimeoutError:
-        raise Refusal(
-            "too-slow", f"{at} of {length} bytes came in {GRACE + length / SLOWEST:.0f} s"
-        ) from None
-    if known and at != length:
-        raise Refusal("bad-request", f"the body has {at} bytes, its content-length says {length}")
+        raise Refusal("too-slow", f"the {length} bytes did not come in {seconds:.0f} s") from None
+
+
+async def _gathered(request: Request, length: int, known: bool) -> bytearray:
+    """A body in the pieces in which it comes; where its length is not known, `length` is the most."""
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionAbortedError
+        chunk = message.get("body", b"")
+        if len(body) + len(chunk) > length:
+            raise Refusal("too-long", f"the body has more than {length} bytes")
+        body += chunk
+        if not message.get("more_body", False):
+            break
+    if known and len(body) != length:
+        raise Refusal("bad-request", f"the body has {len(body)} bytes, its content-length says {length}")
     return body

@@ -6,9 +6,12 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
+
+from afield.core.types import Receipt, Task
 
 KEPT = 20_000  # rows; a page that asks for more reads the run folder
 
@@ -20,6 +23,16 @@ class Row:
     number: int
     kind: str
     values: Mapping[str, Any]
+
+
+def values_of(row: Task | Receipt) -> dict[str, Any]:
+    """Its fields by name; dataclasses.asdict, which copies deeply, takes ten times as long."""
+    return dict(zip(row.__slots__, FIELDS[type(row)](row), strict=True))
+
+
+FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    kind: attrgetter(*kind.__slots__) for kind in (Task, Receipt)
+}
 
 
 class History:

@@ -1,6 +1,7 @@
 """HTTP/1.1 with limits that uvicorn does not have: on the size of a head, and on the time that it may take.
 
-Where the client speaks HTTP/2 (by ALPN, or by its preface on a plain connection) http2.py takes over.
+Who asks its connection for it (scope["state"]) has a body read from the socket straight into its place. Where the
+client speaks HTTP/2 (by ALPN, or by its preface on a plain connection) http2.py takes over.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from afield.runtimes.service.http2 import PREFACE, Http2
@@ -56,7 +58,7 @@ class Http(HttpToolsProtocol):
         self.heading, self.head_bytes = False, 0
         if self.transport.is_closing():
             return
-        self.scope["state"]["certificate"] = self.certificate
+        self.scope["state"].update(certificate=self.certificate, connection=self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -67,6 +69,43 @@ class Http(HttpToolsProtocol):
         self.heading, self.head_bytes = True, 0
         if self.cycle is not None:
             super().on_message_complete()
+
+    def reads(self, scope: Any) -> bool:
+        """Whether the body that comes now is of this request: the next one may have been sent already."""
+        return self.cycle is not None and self.cycle.scope is scope
+
+    async def fill(self, place: memoryview) -> int:
+        """Read a body of known length into its place; gives how much of it came: less where the client has gone."""
+        cycle = self.cycle
+        at = len(cycle.body)  # came with the head
+        place[:at], cycle.body = cycle.body, bytearray()
+        if cycle.waiting_for_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+        if at == len(place) or self.transport.is_closing():
+            return at
+        filling = Filling(self, place[at:])
+        self.read_by(filling)
+        try:
+            await filling.ended
+        finally:
+            if filling.at < len(filling.place) and not self.transport.is_closing():  # not wanted any more
+                self.read_by(self)
+                super().data_received(bytes(filling.place[: filling.at]))
+        return at + filling.at
+
+    def read_by(self, protocol: asyncio.BaseProtocol) -> None:
+        """Have what comes from here on go to this one."""
+        self.transport.pause_reading()
+        self.transport.set_protocol(protocol)
+        self.transport.resume_reading()
+        self.flow.read_paused = False
+
+    def filled(self) -> None:
+        """The body went past the parser: what comes next is a new request."""
+        self.read_by(self)
+        self.parser = httptools.HttpRequestParser(self)
+        self.on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._rest()
@@ -94,6 +133,43 @@ class Http(HttpToolsProtocol):
         other.connection_made(self.transport)
         if data:
             other.data_received(data)
+
+
+class Filling(asyncio.BufferedProtocol):
+    """Stands in for a connection's protocol while a body comes, which goes from the socket to where it is wanted.
+
+    Otherwise it is copied five times on its way, and the application is woken for every piece of it.
+    """
+
+    def __init__(self, http: Http, place: memoryview) -> None:
+        self.http, self.place, self.at = http, place, 0
+        self.ended: asyncio.Future[None] = http.loop.create_future()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.place[self.at :]  # and no further: what follows is another request
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.at += nbytes
+        if self.at == len(self.place):
+            self.http.filled()
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.http.connection_lost(exc)
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def eof_received(self) -> None:
+        self.http.eof_received()
+
+    def pause_writing(self) -> None:
+        self.http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.http.resume_writing()
 
 
 def certificate_of(transport: asyncio.BaseTransport) -> bytes | None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from afield.core.flat import Layout
 from afield.core.protocols import Evaluator
 from afield.core.types import Receipt, Task
 from afield.runtimes.service.bodies import Room
-from afield.runtimes.service.events import KEPT, History
+from afield.runtimes.service.events import KEPT, History, values_of
 from afield.runtimes.service.fold import Act, Batch, Door, Fold, Leased
 from afield.runtimes.service.metrics import Metrics
 from afield.runtimes.service.models import Kept
@@ -147,10 +147,10 @@ class Service:
         for row in self.parts.measured[-KEPT:]:
             self.history.add("measurement", row)
         for receipt in self.parts.door.receipts.values():
-            self.history.add("receipt", asdict(receipt))
+            self.history.add("receipt", values_of(receipt))
             self._shared(receipt)
         for leased in leases:
-            self.history.add("task", asdict(leased.task))
+            self.history.add("task", values_of(leased.task))
 
     def drain(self) -> None:
         if not self.desk.draining:

@@ -11,14 +11,14 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from afield.core.types import Receipt, Task, Update
-from afield.runtimes.service.events import History
+from afield.runtimes.service.events import History, values_of
 from afield.runtimes.service.fold import Act, Batch, BrokenError, Fold, FullError, Leased
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Desk:
         places = self.waiters.pop(client, set())
         found = self._opened(done.result())
         self.issued = max(self.issued, found.task.number + 1)
-        self.history.add("task", asdict(found.task))
+        self.history.add("task", values_of(found.task))
         for place in places:
             if not place.done():
                 place.set_result(found)
@@ -238,14 +238,14 @@ class Desk:
         """The fold has done a batch: close what was answered, free what it held."""
         for receipt in batch.receipts:
             if receipt.refused:
-                self.history.add("refusal", asdict(receipt))
+                self.history.add("refusal", values_of(receipt))
                 continue
             if receipt.number in self.receipts:
                 continue  # sent again: it has its receipt
             self.receipts[receipt.number] = receipt
             while len(self.receipts) > REMEMBERED:
                 self.receipts.popitem(last=False)
-            self.history.add("receipt", asdict(receipt))
+            self.history.add("receipt", values_of(receipt))
             found = self.open.get(receipt.number)
             if found is not None:
                 self._close(found)

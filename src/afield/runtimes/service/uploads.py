@@ -56,8 +56,8 @@ async def update_of(service: Service, call: Call, found: Open) -> Receipt:
     return receipt
 
 
-def _read(service: Service, found: Open, body: bytearray, encoding: str) -> tuple[Tensor, bool]:
-    """The model that is to be folded, and whether it is finite."""
+def _read(service: Service, found: Open, body: bytearray, encoding: str) -> tuple[Tensor, bool | None]:
+    """The model that is to be folded, and whether it is finite; None where the fold has more time to look."""
     if encoding == "zstd":
         body = unpacked(body, service.wire.limit)
     base = found.model.vector
@@ -65,9 +65,11 @@ def _read(service: Service, found: Open, body: bytearray, encoding: str) -> tupl
         model = service.wire.read(body).model(base)
     except BodyError as error:
         raise Refusal(error.reason, str(error)) from None
+    bound = service.terms.norm
+    if len(body) <= QUICK and bound is None and service.private is None:
+        return model, None
     if not finite(model):
         return model, False
-    bound = service.terms.norm
     if bound is not None and (norm := float(torch.dist(model, base))) > bound:
         raise Refusal("too-large", f"the update is {norm:.4g} from its base, at most {bound:g} is taken")
     if service.private is not None:
