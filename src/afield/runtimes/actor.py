@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import traceback
 import warnings
@@ -17,8 +16,8 @@ from afield.core.protocols import Data, Trainer
 from afield.core.types import Task
 from afield.scenarios.data import ClientData
 from afield.training.choose import Training, trainer
-from afield.training.layers import pooled
-from afield.training.local import Local, LoopTrainer
+from afield.training.lane import alone
+from afield.training.local import Local
 from afield.training.pages import keep_pages
 
 Answer = tuple[Any, int, int, float, dict[str, float]] | Exception  # the model's bytes, and the account of it
@@ -39,7 +38,7 @@ class Kit:
     def trainer(self) -> Trainer:
         data = unpacked(self.data)
         if self.training.method == "workers":  # an actor is such a worker
-            return LoopTrainer(pooled(copy.deepcopy(self.module)), data, self.local, self.seed, self.loss)
+            return alone(self.module, data, self.local, self.seed, self.loss)
         return trainer(self.module, data, self.local, self.seed, self.loss, self.device, self.training)
 
 

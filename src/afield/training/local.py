@@ -186,12 +186,8 @@ class LoopTrainer:
                 key = mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1
                 reseed(key)  # for what draws numbers of its own; nn.Dropout draws by key
                 self._moment.key = torch.tensor(key, device=self.device)
-                try:
+                with told(task):
                     done.append(self._task(task, base, correction))
-                except Exception as error:
-                    kind = InputError if isinstance(error, InputError) else RuntimeError
-                    where = f"client {task.client}, task {task.number}"
-                    raise kind(f"training failed ({where}): {error}") from error
         # Losses are read after the last task: reading each would make a GPU wait.
         return [
             LocalResult(model, self.data.sizes[task.client], len(losses), self.local.rate, _mean(losses))
@@ -306,6 +302,17 @@ class _Buffers:
             now = getattr(part, name)
             if now is not buffer:
                 buffer.copy_(now.detach())
+
+
+@contextmanager
+def told(task: Task) -> Iterator[None]:
+    """An error in there names the task."""
+    try:
+        yield
+    except Exception as error:
+        kind = InputError if isinstance(error, InputError) else RuntimeError
+        where = f"client {task.client}, task {task.number}"
+        raise kind(f"training failed ({where}): {error}") from error
 
 
 def check_fits(module: nn.Module, inputs: Any, classes: int, loss: str = "cross-entropy") -> None:

@@ -1,9 +1,8 @@
-"""Many clients at once on a CPU: a process per core, each a LoopTrainer of one thread."""
+"""Many clients at once on a CPU: a process per core, each of one thread that trains one client after another."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import math
@@ -29,7 +28,7 @@ from afield.core.errors import InputError, within
 from afield.core.flat import Layout, finite
 from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
-from afield.training.layers import pooled
+from afield.training.lane import LaneTrainer, alone
 from afield.training.local import Local, LoopTrainer
 from afield.training.pages import keep_pages
 
@@ -54,7 +53,7 @@ def cores() -> int:
 
 
 class WorkersTrainer:
-    """What LoopTrainer gives under one thread, to the bit, whichever process trains a task.
+    """What `alone` (training/lane.py) gives under one thread, to the bit, whichever process trains a task.
 
     The processes are forked at the first `train` and stay: they inherit module, data and settings as they are, so
     nothing is pickled and any data set will do, but later changes here do not reach them. As for torch's
@@ -79,7 +78,7 @@ class WorkersTrainer:
         if workers is None and self._count < 2:
             raise InputError(f"{self._count} core is open to this process, and workers need 2: {REMEDY}")
         within("workers", self._count, 1, math.inf)
-        self._loop = LoopTrainer(pooled(copy.deepcopy(module)), data, local, seed, loss)
+        self._loop = alone(module, data, local, seed, loss)
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._alone = False  # without workers, where they could not train after all
@@ -125,7 +124,7 @@ class WorkersTrainer:
         """Fork the processes, once."""
         if self._workers or self._alone:
             return
-        self._alone = not _autograd_survives()
+        self._alone = isinstance(self._loop, LoopTrainer) and not _autograd_survives()
         if self._alone:
             log.warning(
                 "autograd has run in this process and torch sees a GPU, so workers cannot train: the clients take "
@@ -225,7 +224,7 @@ class _Desk:
 class _Worker:
     """A process and the pipe to it; with two desks, so that the next task lies ready when one ends."""
 
-    def __init__(self, loop: LoopTrainer) -> None:
+    def __init__(self, loop: LaneTrainer | LoopTrainer) -> None:
         self._desks = [_Desk(loop.layout) for _ in range(DESKS)]
         self._free = deque(range(DESKS))
         self.flight: deque[tuple[int, _Job]] = deque()  # desk and job, in the order of their answers
@@ -270,7 +269,7 @@ class _Worker:
         )
 
 
-def _work(loop: LoopTrainer, pipe: Connection, desks: Sequence[_Desk]) -> None:
+def _work(loop: LaneTrainer | LoopTrainer, pipe: Connection, desks: Sequence[_Desk]) -> None:
     """What a process does: one task after another, until the other end of its pipe is closed."""
     for end in list(_ENDS):
         end.close()
@@ -294,7 +293,10 @@ def _work(loop: LoopTrainer, pipe: Connection, desks: Sequence[_Desk]) -> None:
 
 
 def _on_one_thread(
-    loop: LoopTrainer, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+    loop: LaneTrainer | LoopTrainer,
+    tasks: Sequence[Task],
+    bases: Sequence[Tensor],
+    corrections: Sequence[Tensor | None],
 ) -> list[LocalResult]:
     """What a worker would give, in this process."""
     threads = torch.get_num_threads()
