@@ -157,7 +157,7 @@ def main() -> None:
         again = [sys.executable, __file__, "--inside", *sys.argv[1:]]
         sys.exit(in_own_network(again, seconds=1800, capture=False).returncode)
     jobs: dict[str, Any] = {
-        "training": lambda: training(*((100, 2) if options.quick else (500, 5))),
+        "training": lambda: training(*((100, 2) if options.quick else (500, 9))),
         "sweep": lambda: sweep(*((500, 1) if options.quick else (5_000, 3))),
         "many": lambda: many(200 if options.quick else 800),
     }

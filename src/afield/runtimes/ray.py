@@ -24,14 +24,12 @@ from afield.core.errors import InputError, within
 from afield.core.flat import Layout, finite
 from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
-from afield.runtimes.actor import Kit, packed, to_bytes, to_tensor
+from afield.runtimes.actor import INLINE, Kit, packed, to_bytes, to_tensor
 from afield.runtimes.crew import LOSSES, Crew, Job, Lent, Part
 from afield.training.choose import Training, choose
 from afield.training.local import Local
 
 log = logging.getLogger("afield")
-
-INLINE = 100_000  # bytes: a smaller vector travels with its call, as Ray's own small objects do
 
 CREWS: list[tuple[tuple[str, int, int], Crew]] = []
 
@@ -134,8 +132,8 @@ class RayTrainer:
         for start in range(0, len(jobs), max(1, width)):
             small = self.layout.size * self.layout.dtype.itemsize <= INLINE
             when, share = due[start] if due else 0.0, jobs[start : start + width]
-            # the first of a block is waited for: in company it would come back later
-            joins = small and self.singly and start > 0
+            # the first of a block is waited for, unless it was begun early: in company it would come back later
+            joins = small and self.singly and (start > 0 or bool(due))
             part = Part(self._key, self._kit, share, when, small, joins)
             self.crew.add(part)
             for at, job in enumerate(part.jobs):
@@ -163,10 +161,11 @@ class RayTrainer:
         crew = self.crew
         if job.answer is None:
             crew.hasten(part)
-        while job.answer is None:
-            crew.collect(None)
-        while crew.waiting and crew.collect(0.0):
-            pass
+            while job.answer is None:
+                crew.collect(None)
+        else:
+            while crew.waiting and crew.collect(0.0):
+                pass
         if isinstance(job.answer, Exception):
             raise job.answer
         held, examples, steps, rate, metrics = job.answer
@@ -175,14 +174,13 @@ class RayTrainer:
         return LocalResult(model, examples, steps, rate, metrics, finite(model))
 
     def _lend(self, vector: Tensor) -> Lent:
-        """The vector as calls take it: put into the object store once, however many tasks need it."""
-        if vector.nbytes <= INLINE:
-            return to_bytes(vector)
-        state, reference = self._lent.get(vector, (-1, None))
+        """The vector as calls take it: made once, however many tasks need it. A large one is in the store."""
+        state, lent = self._lent.get(vector, (-1, None))
         if state != vector._version:  # vectors are reused: the same tensor may be another model
-            state, reference = vector._version, self.crew.ray.put(to_bytes(vector))
-            self._lent[vector] = state, reference
-        return reference
+            held = to_bytes(vector)
+            lent = held.tobytes() if held.nbytes <= INLINE else self.crew.ray.put(held)
+            self._lent[vector] = vector._version, lent
+        return lent
 
 
 def spread(

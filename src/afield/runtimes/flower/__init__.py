@@ -26,6 +26,7 @@ except ImportError as error:
 
 from afield.runtimes.flower.loop import Run
 from afield.runtimes.simulate import threads
+from afield.training.pages import keep_pages
 
 __all__ = ["AsyncStrategy"]
 
@@ -116,6 +117,7 @@ class AsyncStrategy:
         within("timeout", timeout, 0, math.inf, above=True)
         begun = time.monotonic()
         self.receipts = []
+        keep_pages()  # vectors and messages of 1 M weights are 4 MB each, and new for every update
         with ExitStack() as stack:
             run = Run(self, grid, num_rounds, self.deadline or timeout, evaluate_fn)
             run.train_config, run.evaluate_config = dict(train_config or {}), dict(evaluate_config or {})

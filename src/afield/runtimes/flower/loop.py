@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")
 
 LOOK = 1.0  # seconds between two looks at who is connected
-SHORT = 0.005  # seconds between two pulls right after a reply; then more, up to `poll`
+SHORT = 0.005  # seconds between two pulls right after a reply; then more, up to `poll`:
+SHARE = 0.25  # of the time since then: the most that a reply lies there, beside what it took
 REST = 60.0  # seconds that a node rests at the most after it failed; after the first time, one
 LIFE = 12 * 3600.0  # Flower's default for how long a message is kept
 
@@ -135,7 +136,7 @@ class Run:
 
     def loop(self) -> None:
         """Keep everyone busy until the last update is in and nobody owes an answer."""
-        pause, until = SHORT, 0.0
+        heard, until = time.monotonic(), 0.0
         while True:
             now = time.monotonic()
             if now - self.looked > LOOK:
@@ -149,10 +150,9 @@ class Run:
             replies = list(self.grid.pull_messages(list(self.flights))) if self.flights else []
             if replies:
                 self._take(replies)
-                pause = SHORT
+                heard = time.monotonic()
             else:
-                time.sleep(pause)
-                pause = min(2 * pause, self.of.poll)
+                time.sleep(min(max(SHORT, SHARE * (time.monotonic() - heard)), self.of.poll))
         for number in list(self.evaluations.open):
             self.evaluations.close(number)
         if self.flights:
