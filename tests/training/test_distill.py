@@ -329,6 +329,16 @@ def test_one_launch_on_a_gpu_is_what_a_cpu_computes() -> None:
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)
 
 
+def test_a_cpu_ignores_what_is_for_a_gpu() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    params, images = parts(module)[0], torch.randn(12, 3, 6, 6)
+    plain, told = (
+        Distil(module, images, "cpu", **options)
+        for options in ({}, {"precision": "bfloat16", "channels_last": True})
+    )
+    assert torch.equal(told.logits(params, None, 12), plain.logits(params, None, 12))
+
+
 @pytest.mark.gpu
 def test_halves_on_a_gpu_come_close() -> None:
     torch.manual_seed(4)

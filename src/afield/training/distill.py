@@ -91,11 +91,11 @@ class Distil:
         precision: str = "float32",
         channels_last: bool = False,
     ) -> None:
-        """`precision` and `channels_last` as in training (training/choose.py): for a GPU."""
+        """`precision` and `channels_last` as in training (training/choose.py); a CPU ignores them."""
         self._module, self._layout, self._work = own_copy(module, device)
         self._module.eval()
         self._unlabelled = unlabelled.to(device)
-        if channels_last and unlabelled.ndim == 4:
+        if channels_last and unlabelled.ndim == 4 and self._work.is_cuda:
             self._unlabelled = self._unlabelled.contiguous(memory_format=torch.channels_last)
         self._half = precision == "bfloat16" and self._work.is_cuda
         self._gradient = torch.zeros_like(self._work[: self._layout.parameters])
