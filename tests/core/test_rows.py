@@ -323,6 +323,17 @@ def paths() -> dict[str, str]:
 # -- memory or disk -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
+def test_what_torch_keeps_of_a_gpu_is_free() -> None:
+    device = torch.device("cuda")
+    torch.cuda.init()
+    before = free_memory(device)
+    held = torch.empty(2**30, dtype=torch.uint8, device=device)
+    assert before - free_memory(device) == pytest.approx(2**30, rel=0.1)
+    del held
+    assert free_memory(device) == pytest.approx(before, abs=2**26)
+
+
 def test_the_choice_goes_by_what_all_rows_take(caplog: pytest.LogCaptureFixture) -> None:
     free = free_memory(torch.device("cpu"))
     assert 2**26 < free < 2**50

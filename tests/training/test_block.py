@@ -132,6 +132,16 @@ def test_every_option_as_in_the_loop(maker: str, module: str, local: Local, bent
     assert all(torch.equal(one, other) for one, other in zip(before, bases, strict=True))
 
 
+@pytest.mark.parametrize("maker", [name for name in MAKERS if name.startswith("streams")])
+def test_a_late_result_of_a_stream_keeps_nothing_but_itself(maker: str) -> None:
+    built = made("cnn")
+    tasks, bases, corrections = work(built)
+    for result in MAKERS[maker](built, pool(), Local(batch=16), SEED, device="cpu").train(
+        tasks, bases, corrections
+    ):
+        assert result.model.untyped_storage().nbytes() == result.model.numel() * result.model.itemsize
+
+
 @pytest.fixture
 def exact() -> Iterator[None]:
     """No TF32: the CPU has none."""

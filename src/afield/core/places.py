@@ -42,10 +42,11 @@ def choose(kind: str, state: Any) -> str:
         return "memory" if kind == "auto" else kind
     need, free = sum(map(size, found)), free_memory(found[0].blank.device)
     chosen = "disk" if need > SHARE * free else "memory"
+    most = max(found, key=size)
     log.log(
         logging.WARNING if chosen == "disk" else logging.DEBUG,
         "table = %s: %d rows of %d elements (%s) take %.1f GiB, %.1f GiB of memory are free",
-        *(chosen, found[0].clients, found[0].width, found[0].precision, need / 2**30, free / 2**30),
+        *(chosen, most.clients, most.width, most.precision, need / 2**30, free / 2**30),
     )
     return chosen
 
@@ -74,8 +75,9 @@ def place(state: Any, kind: str, folder: Path | None = None, generation: int = 0
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a table could take: of the device, or of the machine and the group that this process is in."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # with what torch keeps of it for later tensors
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     bounds = [_available(), _group()]
     return min(bound for bound in bounds if bound is not None)
 

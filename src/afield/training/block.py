@@ -117,10 +117,15 @@ class BlockTrainer:
         return results
 
     def _looked(
-        self, models: Tensor | Iterator[Tensor], losses: Tensor
+        self, models: Tensor | list[Tensor] | Iterator[Tensor], losses: Tensor
     ) -> Iterator[tuple[Tensor, float, bool]]:
         """Each model, the sum of its losses, and whether it is free of NaN and Inf."""
-        if not isinstance(models, Tensor):
+        if isinstance(models, list):  # on a GPU, each in memory of its own: one wait for all (see `finite`)
+            totals = torch.stack([model.sum() for model in models])
+            sums, sound = torch.stack([losses, totals.isfinite().double()]).tolist()
+            for model, loss, fine in zip(models, sums, sound, strict=True):
+                yield model, loss, bool(fine) or finite(model)
+        elif not isinstance(models, Tensor):
             for model, loss in zip(models, losses.tolist(), strict=True):
                 yield model, loss, finite(model)  # while it is in the cache
         elif models.is_cpu:  # where extremes by row take 7 times as long as those of all
@@ -175,7 +180,7 @@ class BlockTrainer:
             total += size
         return torch.cat(list(self.data.parts)).to(self.device), starts
 
-    def _train(self, deal: Deal) -> tuple[Tensor | Iterator[Tensor], Tensor]:
+    def _train(self, deal: Deal) -> tuple[Tensor | list[Tensor] | Iterator[Tensor], Tensor]:
         """The trained models, one row each, and the sums of their losses; rows with more steps come first."""
         tensors = self._stacked(deal)
         parameters, sums = tensors[: self._count], tensors[self._count :]

@@ -102,7 +102,7 @@ class GraphTrainer(BlockTrainer):
         compiling: bool = False,
     ) -> None:
         self._held: Held | None = None
-        self._graphs: dict[tuple[int, bool, bool], Recorded] = {}
+        self._graphs: dict[tuple[int, bool, bool, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if torch.device(device).type == "cuda" else None
         # torch 2.11's group norms take nothing but the usual order of memory
         last = last and not any(isinstance(part, nn.GroupNorm) for part in module.modules())
@@ -115,7 +115,7 @@ class GraphTrainer(BlockTrainer):
         """Rows that are trained at once."""
         return max(1, min(WIDEST, ROOM // (self.layout.size * self.layout.dtype.itemsize)))
 
-    def _train(self, deal: Deal) -> tuple[Tensor, Tensor]:
+    def _train(self, deal: Deal) -> tuple[Tensor | list[Tensor], Tensor]:
         models = torch.empty(len(deal), self.layout.size, dtype=self.layout.dtype, device=self.device)
         losses = torch.empty(len(deal), dtype=torch.float64, device=self.device)
         with torch.no_grad():
@@ -155,7 +155,7 @@ class GraphTrainer(BlockTrainer):
             def zeros(*shape: int, dtype: torch.dtype = layout.dtype) -> Tensor:
                 return torch.zeros(*shape, dtype=dtype, device=device)
 
-            tensors = [self._placed(zeros(rows, *shape)) for shape in layout.shapes]
+            tensors = self._rooms(rows)
             parameters = tensors[: self._count]
             self._held = Held(
                 parameters=parameters,
@@ -173,9 +173,10 @@ class GraphTrainer(BlockTrainer):
             )
         return self._held
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """A stacked parameter in the order of memory in which it is trained."""
-        return tensor
+    def _rooms(self, rows: int) -> list[Tensor]:
+        """Zeros for the stacked parameters and the sums of statistics."""
+        layout = self.layout
+        return [torch.zeros(rows, *shape, dtype=layout.dtype, device=self.device) for shape in layout.shapes]
 
     def _load(self, held: Held, deal: Deal, shares: Tensor | None) -> None:
         rows, steps = slice(len(deal)), slice(len(deal.counts))
@@ -204,20 +205,24 @@ class GraphTrainer(BlockTrainer):
         torch._foreach_copy_(list(self.layout.views(models[rows]).values()), inside)
         losses[rows] = held.losses[rows]
 
-    def _graph(self, width: int, short: bool, bent: bool) -> Recorded:
-        if (width, short, bent) not in self._graphs:
+    def _graph(self, width: int, short: bool, bent: bool, steps: int = 1) -> Recorded:
+        """So many steps in one launch."""
+        if (width, short, bent, steps) not in self._graphs:
             held = self._held
             assert held is not None
-            held.step.zero_()  # a capture makes a step
+            held.step.zero_()  # a capture makes its steps
             pool, stream = self._room_for(width)[::-1]
             whole = plain(self.local) and not bent and not self.steps.half
             rate = self.local.rate if whole else None
             tape = self._tape(short, rate)
+
+            def function() -> None:
+                for _ in range(steps):
+                    self._body(held, tape, width, short, bent, whole)
+
             where = torch.device("cpu") if self._proving else self.device  # a graph would not pay there
-            self._graphs[width, short, bent] = Recorded(
-                lambda: self._body(held, tape, width, short, bent, whole), where, pool, stream
-            )
-        return self._graphs[width, short, bent]
+            self._graphs[width, short, bent, steps] = Recorded(function, where, pool, stream)
+        return self._graphs[width, short, bent, steps]
 
     def _tape(self, short: bool, rate: float | None) -> Step:
         return self.steps.get(many=True, short=short, rate=rate)

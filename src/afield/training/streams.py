@@ -6,7 +6,9 @@ Stacked convolutions of models of millions of weights are slower than native one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -14,12 +16,25 @@ from torch import Tensor
 
 from afield.training.cuda import GraphTrainer, Held, Step
 from afield.training.deal import Deal
-from afield.training.descent import descend
+from afield.training.descent import Weights, descend
 from afield.training.step import channels_last
 
 # Clients side by side on an H200, ms per client step: ResNet-18 (batch 50) 1.11 with 4, 1.09 with 8, 1.06 with 16;
 # a CNN of 28,000 weights (batch 20) 0.060 with 8, 0.043 with 16, 0.035 with 32, 0.033 with 48.
 STREAMS, STREAMS_SMALL, SMALL = 16, 32, 1_000_000
+STRIDE = 8
+APART = 64  # elements: where a tensor begins in its lane's memory, for kernels that read many at once
+
+
+@dataclass(slots=True)
+class Lane:
+    """The part of `Held` that is one lane's."""
+
+    parameters: list[Tensor]
+    sums: list[Tensor]
+    weights: Weights
+    corrections: list[Tensor]
+    cleared: list[Tensor]  # zero at the start of a task; of one type, or each takes a launch
 
 
 class StreamTrainer(GraphTrainer):
@@ -33,8 +48,45 @@ class StreamTrainer(GraphTrainer):
     def capacity(self) -> int:
         return STREAMS_SMALL if self.layout.parameters < SMALL else STREAMS
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return channels_last(tensor) if self._last and tensor.ndim == 5 else tensor
+    @property
+    def _stride(self) -> int:
+        """Steps in one launch at most: where they are short, launching them would take longer than they do."""
+        return STRIDE if self.layout.parameters < SMALL else 1
+
+    def _rooms(self, rows: int) -> list[Tensor]:
+        """Views of one vector a lane, so that a task goes in and out by one launch, not by one for each tensor."""
+        layout, device = self.layout, self.device
+        starts = [0, *accumulate(-(-shape.numel() // APART) * APART for shape in layout.shapes)]
+        self._inner = starts[self._count]
+
+        def views(matrix: Tensor) -> list[Tensor]:
+            cut = zip(starts, layout.shapes, strict=False)
+            parts = [matrix[:, at : at + shape.numel()].view(len(matrix), *shape) for at, shape in cut]
+            return [channels_last(part) if self._last and part.ndim == 5 else part for part in parts]
+
+        places = torch.full((1, starts[-1]), -1, dtype=torch.int32, device=device)  # of a lane in a model
+        for view, offset in zip(views(places), layout.offsets, strict=True):
+            view.copy_(torch.arange(offset, offset + view.numel(), device=device).view(view.shape))
+        taken = (places[0] >= 0).nonzero()[:, 0]
+        self._back = torch.empty(layout.size, dtype=torch.int32, device=device)
+        self._back[places[0, taken].long()] = taken.to(torch.int32)
+        self._into = places[0, : self._inner].clamp(min=0)  # what fills the gaps is nobody's
+        self._flat = torch.zeros(rows, starts[-1], dtype=layout.dtype, device=device)
+        self._parts: dict[int, Lane] = {}
+        return views(self._flat)
+
+    def _mine(self, held: Held, number: int) -> Lane:
+        """A lane's part; cut once, as a task would take a millisecond for it."""
+        if number not in self._parts:
+            weights, rest = held.weights.rows(number), self._flat[number, self._inner :]
+            self._parts[number] = Lane(
+                parameters=[tensor[number] for tensor in held.parameters],
+                sums=[tensor[number] for tensor in held.sums],
+                weights=weights,
+                corrections=[tensor[number] for tensor in held.corrections],
+                cleared=[*chain(*weights.moments), *([rest] if held.sums else [])],
+            )
+        return self._parts[number]
 
     def _tape(self, short: bool, rate: float | None) -> Step:
         tape = self.steps.get(many=False, short=short, rate=rate)
@@ -53,14 +105,16 @@ class StreamTrainer(GraphTrainer):
     def _room_for(self, width: int) -> tuple[Any, Any]:
         return self._lanes[width]
 
-    def _train(self, deal: Deal) -> tuple[Tensor, Tensor]:
-        models = torch.empty(len(deal), self.layout.size, dtype=self.layout.dtype, device=self.device)
-        losses = torch.empty(len(deal), dtype=torch.float64, device=self.device)
+    def _train(self, deal: Deal) -> tuple[list[Tensor], Tensor]:
         held = self._hold(len(deal.counts))
+        # each in memory of its own: one that arrives late would keep its whole block
+        models = [torch.empty_like(self._back, dtype=self.layout.dtype) for _ in deal.bases]
+        losses = torch.empty(len(deal), dtype=torch.float64, device=self.device)
         bent = any(correction is not None for correction in deal.corrections)
         shares, _ = self.weights(deal)
         short: list[list[bool]] = ((deal.counts > 0) & (deal.counts < self.batch)).tolist()
         steps = deal.steps
+        strides = [self._strides([flags[row] for flags in short[:count]]) for row, count in enumerate(steps)]
         mine: list[list[int]] = [[] for _ in range(min(self.capacity, len(deal)))]
         load = [0] * len(mine)
         for row in range(len(deal)):  # the longest first, each to the lane with the least to do
@@ -72,15 +126,15 @@ class StreamTrainer(GraphTrainer):
             """A lane's launches, one by one."""
             for row in mine[lane]:
                 self._begin(held, lane, deal, row, shares, bent)
-                for step in range(steps[row]):
-                    self._graph(lane, short[step][row], bent)()
+                for lacking, length in strides[row]:
+                    self._graph(lane, lacking, bent, length)()
                     yield
                 self._end(held, lane, steps[row], models[row], losses[row])
 
         with torch.no_grad():
             for lane, rows in enumerate(mine):  # before the weights are there, as a capture trains
-                for lacking in {short[step][row] for row in rows for step in range(steps[row])}:
-                    self._graph(lane, lacking, bent)
+                for lacking, length in {stride for row in rows for stride in strides[row]}:
+                    self._graph(lane, lacking, bent, length)
             streams = [stream for stream, _ in self._lanes[: len(mine)] if stream is not None]
             for stream in streams:
                 stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -94,42 +148,47 @@ class StreamTrainer(GraphTrainer):
                 torch.cuda.current_stream(self.device).wait_stream(stream)
         return models, losses
 
+    def _strides(self, short: list[bool]) -> list[tuple[bool, int]]:
+        """The steps of a task as launches: alike ones in powers of two, so that there are few graphs."""
+        found = []
+        for lacking, same in groupby(short):
+            left = len(list(same))
+            while left:
+                length = min(self._stride, 1 << (left.bit_length() - 1))
+                found.append((lacking, length))
+                left -= length
+        return found
+
     def _begin(self, held: Held, lane: int, deal: Deal, row: int, shares: Tensor | None, bent: bool) -> None:
         """Put a task into its lane."""
-        inside = [tensor[lane] for tensor in held.parameters]
-        torch._foreach_copy_(
-            inside, list(self.layout.views(deal.bases[row].detach()).values())[: self._count]
-        )
-        if held.weights.anchors:
-            torch._foreach_copy_([anchor[lane] for anchor in held.weights.anchors], self._moving(inside))
+        mine = self._mine(held, lane)
+        base = deal.bases[row].detach().to(self.device)
+        torch.index_select(base, 0, self._into, out=self._flat[lane, : self._inner])
+        if mine.weights.anchors:
+            torch._foreach_copy_(mine.weights.anchors, mine.weights.moving)
         if bent:
             given = deal.corrections[row]
             if given is None:
-                torch._foreach_zero_([correction[lane] for correction in held.corrections])
+                torch._foreach_zero_(mine.corrections)
             else:
                 parts = self._moving(list(self.layout.views(given).values()))
-                torch._foreach_copy_([correction[lane] for correction in held.corrections], parts)
+                torch._foreach_copy_(mine.corrections, parts)
         steps = len(deal.counts)
         held.picks[:steps, lane] = deal.picks[:, row]
         if shares is not None:
             held.shares[:steps, lane] = shares[:, row]
         if self._draws:
             held.keys[lane] = deal.keys[row]
-        cleared = [
-            held.losses,
-            held.step,
-            *held.sums,
-            *(part for parts in held.weights.moments for part in parts),
-        ]
-        torch._foreach_zero_([tensor[lane] for tensor in cleared])
+        held.losses[lane].zero_()
+        held.step[lane].zero_()
+        if mine.cleared:
+            torch._foreach_zero_(mine.cleared)
 
     def _end(self, held: Held, lane: int, steps: int, model: Tensor, loss: Tensor) -> None:
         """Take the model out of its lane."""
-        sums = [part[lane] for part in held.sums]
-        if sums:
-            torch._foreach_div_(sums, float(steps))
-        inside = [*(tensor[lane] for tensor in held.parameters), *sums]
-        torch._foreach_copy_(list(self.layout.views(model).values()), inside)
+        if held.sums:
+            self._flat[lane, self._inner :].div_(float(steps))
+        torch.index_select(self._flat[lane], 0, self._back, out=model)
         loss.copy_(held.losses[lane])
 
     def _body(self, held: Held, tape: Step, width: int, short: bool, bent: bool, whole: bool) -> None:
@@ -141,14 +200,13 @@ class StreamTrainer(GraphTrainer):
         more = [held.shares[:, lane].index_select(0, step)[0]] if short else []
         if self.facts.drops:
             more += [held.keys[lane], step[0]]
-        parameters = [p[lane] for p in held.parameters]
-        found = tape(1, *self._halved(parameters), inputs[0], targets[0], *more)
+        mine = self._mine(held, lane)
+        found = tape(1, *self._halved(mine.parameters), inputs[0], targets[0], *more)
         moving = 0 if whole else len(self.facts.trainable)
         if not whole:
-            weights = held.weights.rows(lane)
-            weights.corrections = [part[lane] for part in held.corrections] if bent else []
+            weights = replace(mine.weights, corrections=mine.corrections if bent else [])
             first, second = held.scales.index_select(0, step)[0].unbind()
             descend(self.local, weights, self._widened(list(found[:moving])), (first, second))
         held.losses[lane] += found[moving]
-        self._keep([part[lane] for part in held.sums], list(found[moving + 1 :]), short)
+        self._keep(mine.sums, list(found[moving + 1 :]), short)
         step += 1
