@@ -285,6 +285,32 @@ def test_together_gives_the_same(tmp_path: Path, made: Path) -> None:
         assert ours.receipts.equals(alone.receipts)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_shares_fill_one_folder(tmp_path: Path, together: bool) -> None:
+    name = written(tmp_path, sweep={"together": together, "limit": 2})
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    reproduce(name, scale="smoke", out=whole, seeds=[3, 4], say=quiet)
+    before: dict[Path, int] = {}
+    for share in ((2, 3), (1, 3), (3, 3)):
+        said: list[str] = []
+        reproduce(name, scale="smoke", out=out, seeds=[3, 4], share=share, say=said.append)
+        assert before.items() <= stamps(out).items() and len(before) < len(stamps(out))
+        assert f"{len(stamps(out)) - len(before)} runs, 0 of them are there" in said[0]
+        before = stamps(out)
+    assert names(out) == names(whole)
+    assert (out / "result.csv").read_text() != ""
+    for place in names(out):
+        assert load(out / place).receipts.equals(load(whole / place).receipts)
+    assert not list(out.glob("store*"))
+
+
+@pytest.mark.parametrize("share", [(0, 3), (4, 3), (1, 0), (-1, -1)])
+def test_a_share_that_is_none(tmp_path: Path, share: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match=r"share -?\d/-?\d is none: give 1/[23] to [23]/[23]"):
+        reproduce(written(tmp_path), scale="smoke", out=tmp_path / "out", share=share, say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_data_folder_is_set_for_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFIELD_DATA", "before")
     name = written(tmp_path, scenario={"data": {"name": "mnist"}})

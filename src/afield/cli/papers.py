@@ -51,6 +51,12 @@ def reproduce(
     data: DataOption = None,
     stand_in: StandInOption = False,
     only: OnlyOption = None,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Every N-th run from the I-th on; N processes do all, in one folder."
+        ),
+    ] = None,
     settings: SetOption = None,
     collect: Annotated[
         bool, typer.Option("--collect", help="Run nothing; make the result of what is there.")
@@ -71,6 +77,7 @@ def reproduce(
         data=data,
         stand_in=stand_in,
         only=only or (),
+        share=_share(share),
         settings=settings or (),
         collect=collect,
         say=typer.echo,
@@ -157,6 +164,16 @@ def _numbers(text: str | None) -> list[int] | None:
     if len(set(found)) < len(found) or min(found) < 0:
         raise InputError(f"--seeds {text!r}: give different seeds, 0 or above")
     return found
+
+
+def _share(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    first, _, last = text.partition("/")
+    try:
+        return int(first), int(last)
+    except ValueError:
+        raise InputError(f"--share {text!r} is no share: write for example 1/3, 2/3 and 3/3") from None
 
 
 def _loudness(verbose: bool) -> None:

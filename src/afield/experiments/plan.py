@@ -37,7 +37,8 @@ def read_plan(folder: Path) -> tuple[Experiment, list[Path]]:
             raise InputError(f"{folder} holds a reproduction, which goes on by: {command} --out {folder}")
         found = stored(folder)  # one run of several, or one that was run from Python
         for above in folder.absolute().parents[:2]:  # that of an experiment, or of a reproduction
-            if str(folder.absolute().relative_to(above)) in group(above / STORE):
+            name = str(folder.absolute().relative_to(above))
+            if any(name in group(store) for store in above.glob(f"{STORE}*")):  # or those of shares
                 raise InputError(
                     f"{folder} is trained together with others, and goes on with them: give the folder {above}"
                 )

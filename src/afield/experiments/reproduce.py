@@ -29,6 +29,7 @@ from afield.runtimes.simulator import Measurement
 
 PLAN = "plan.json"
 Say = Callable[[str], None]
+Share = tuple[int, int]  # (2, 3): every third run from the second on
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def reproduce(
     data: Path | None = None,
     stand_in: bool = False,
     only: Sequence[str] = (),
+    share: Share = (1, 1),
     settings: Sequence[str] = (),
     collect: bool = False,
     say: Say = print,
@@ -56,8 +58,12 @@ def reproduce(
     """Run what is missing of a preset and write its result; gives the folder.
 
     Finished runs in `out` are kept where their config is the same and refused where it differs. `only` restricts what
-    is run, never what the result shows. `collect`: run nothing, make the result from what is there.
+    is run, never what the result shows; so does `share` = (2, 3), every third run from the second on: other processes
+    may run the others at the same time. `collect`: run nothing, make the result from what is there.
     """
+    if not 1 <= share[0] <= share[1]:
+        most = max(share[1], 2)
+        raise InputError(f"share {share[0]}/{share[1]} is none: give 1/{most} to {most}/{most}")
     preset = load_preset(name)
     folder = out if out is not None else Path("runs") / f"{preset.name}-{scale}"
     parts = ["afield", "reproduce", name, "--scale", scale]
@@ -74,9 +80,10 @@ def reproduce(
             settings=[*settings, *([f"runtime.device={device}"] if device else [])],
             stand_in=stand_in,
             only=only,
+            share=share,
             collect=collect,
             command=shlex.join(parts + chosen),
-            again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in),
+            again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in, share),
             say=say,
         )
 
@@ -89,12 +96,14 @@ def going_on(
     device: str | None,
     data: Path | None,
     stand_in: bool,
+    share: Share = (1, 1),
 ) -> str:
     """The command that goes on with what was stopped, here: the one in a result names no folder of a machine."""
     given = {"--out": folder, "--device": device, "--data": data}
     words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     words += [word for label in only for word in ("--only", label)]
+    words += ["--share", f"{share[0]}/{share[1]}"] if share[1] > 1 else []
     return shlex.join([*parts, *words, *(["--stand-in"] if stand_in else [])])
 
 
@@ -107,6 +116,7 @@ def carry_out(
     settings: Sequence[str] = (),
     stand_in: bool = False,
     only: Sequence[str] = (),
+    share: Share = (1, 1),
     collect: bool = False,
     command: str = "",
     again: str = "",
@@ -127,12 +137,13 @@ def carry_out(
         Job(configs[place][number], folder / place / f"seed-{seed}")
         for number, seed in enumerate(seeds)
         for place in chosen
-    ]
+    ][share[0] - 1 :: share[1]]
+    store = folder / (STORE if share[1] == 1 else f"{STORE}-{share[0]}-of-{share[1]}")
     missing = [job for job in wanted if not finished(job.folder)]
     if wanted:
         say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
     with stoppable(again) as asking:
-        _run(_groups(wanted, preset.sweep(scale), folder / STORE), folder / STORE, asking, say)
+        _run(_groups(wanted, preset.sweep(scale), store), store, asking, say)
     if importlib.util.find_spec("pyarrow") is None:
         say(f"no pyarrow here: make the result elsewhere by {command} --out {folder} --collect")
         return folder
