@@ -28,15 +28,26 @@ class Moment:
     present: Tensor | None = (
         None  # per example 1, or 0 for one that only fills the batch; None: all are there
     )
+    alone: bool = False  # one client, not a row of many
     calls: int = 0  # of dropout in this step
     statistics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by name of the norm
     unbiased: dict[str, float] = field(
         default_factory=dict
     )  # n / (n - 1) of the n values of a channel in a full batch
+    shares: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # see `weighed`
 
     def begin(self, key: Tensor | None, step: Tensor | None, present: Tensor | None = None) -> None:
         self.key, self.step, self.present, self.calls = key, step, present, 0
-        self.statistics = {}
+        self.statistics, self.shares = {}, {}
+
+    def weighed(self, values: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        """With so many values of a channel in each example: what a value weighs in the mean, and n / (n - 1)."""
+        if values not in self.shares:
+            assert self.present is not None
+            there = self.present.to(kind)
+            count = (there.sum() * values).clamp(min=1)
+            self.shares[values] = there / count, count / (count - 1).clamp(min=1)
+        return self.shares[values]
 
 
 class KeyedDropout(nn.Module):
@@ -60,6 +71,47 @@ class KeyedDropout(nn.Module):
         return inputs * kept * (1.0 / (1.0 - self.p))
 
 
+class _Present(torch.autograd.Function):
+    """Batch norm over the examples that are there, in few passes over its inputs. `each`: see Moment.weighed.
+
+    What comes back to an example that only fills the batch is 0: sums over all are sums over those present.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, each: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes out, the mean and the variance."""
+        kind, over = each.dtype, list(range(2, x.ndim))
+        sums = x.sum(over, dtype=kind) if over else x.to(kind)
+        squares = (torch.linalg.vector_norm(x, dim=over, dtype=kind) if over else sums).square()
+        with torch.autocast(x.device.type, enabled=False):
+            mean, raw = (torch.mm(each[None], values)[0] for values in (sums, squares))
+        variance = torch.addcmul(raw, mean, mean, value=-1).clamp_(min=0)
+        out = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, mean, variance, each)
+        ctx.mark_non_differentiable(mean, variance)
+        return out, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance, each = ctx.saved_tensors
+        _, slopes, sums = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
+        )
+        deviation = (variance + ctx.eps).rsqrt()
+        scale = weight * deviation
+        tilt = scale * deviation * slopes
+
+        def wide(values: Tensor) -> Tensor:
+            return values.to(x.dtype).view(*values.shape, *(1,) * (x.ndim - 2))
+
+        level, slant = torch.outer(each, tilt * mean - scale * sums), torch.outer(each, -tilt)
+        into = torch.addcmul(torch.addcmul(wide(level), x, wide(slant)), gradient, wide(scale[None]))
+        return into, slopes, sums, None, None
+
+
 class BlockNorm(nn.Module):
     """Batch norm in training that leaves its buffers alone: the batch's statistics go to the moment."""
 
@@ -78,6 +130,8 @@ class BlockNorm(nn.Module):
         present = self.moment.present
         if present is None:
             return self._full(inputs, len(inputs) * rest)
+        if self.moment.alone and self.weight is not None:
+            return self._alone(inputs, rest)
         shape = (1, -1) + (1,) * (inputs.ndim - 2)
         share = present.view((-1,) + (1,) * (inputs.ndim - 1)).to(inputs.dtype)
         # 1 at the least: a row that is done, and idles in a graph, must not turn to NaN, which grouped convolutions
@@ -93,6 +147,14 @@ class BlockNorm(nn.Module):
         if self.weight is not None:
             scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
         return scaled
+
+    def _alone(self, inputs: Tensor, rest: int) -> Tensor:
+        """A short batch of one client."""
+        each, unbiased = self.moment.weighed(rest, self.weight.dtype)
+        out: Tensor
+        out, mean, variance = _Present.apply(inputs, self.weight, self.bias, each, self.eps)  # type: ignore[no-untyped-call]
+        self._tell(mean, variance * unbiased)
+        return out
 
     def _full(self, inputs: Tensor, count: int) -> Tensor:
         if not self.tracks:

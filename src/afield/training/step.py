@@ -150,6 +150,7 @@ class Steps:
             weights = more.pop(0) if short else None
             key, step = more if facts.drops else (None, None)
             moment.begin(key, step, None if weights is None else weights > 0)
+            moment.alone = not many
             if self._last and inputs.ndim == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             outputs = functional_call(self._module, dict(zip(names, values, strict=False)), (inputs,))
