@@ -333,6 +333,25 @@ def test_a_lost_process_and_then_a_lost_node_change_nothing(
     assert torch.equal(again, model)
 
 
+def test_a_node_that_is_cut_off_changes_nothing(nodes: Any, hands: Crew) -> None:
+    module = cnn()
+    trainer = on_ray(module)
+    [second] = list(nodes.worker_nodes)
+    all_there(hands)
+    before = hands.lost
+    log, model = log_and_model(
+        simulation(FedAsync(), module, trainer), {40: lambda: kill_node(second, signal.SIGSTOP)}
+    )
+    expected_log, expected = as_a_worker(FedAsync(), module)
+    assert log == expected_log
+    assert torch.equal(model, expected)
+    assert hands.lost == before + 1
+    kill_node(second)
+    nodes.remove_node(second)
+    add_node(nodes)
+    all_there(hands)
+
+
 # ---- from a config ----
 
 

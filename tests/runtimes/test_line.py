@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from afield.runtimes.line import Door, Line, call
+from afield.runtimes.line import Door, Line, call, wait
 
 
 @pytest.fixture
@@ -45,17 +45,22 @@ def test_an_end_that_is_closed_is_told(ends: tuple[Line, Line]) -> None:
         there.send(bytes(100_000_000))
 
 
-def test_both_ends_may_speak_at_once(ends: tuple[Line, Line]) -> None:
-    """However much they say: who replies listens meanwhile."""
+def test_who_posts_waits_for_nobody(ends: tuple[Line, Line]) -> None:
+    """However much there is to say: the other end may be about to say as much."""
     here, there = ends
-    asked, replied = [os.urandom(20_000_000), b"more"], os.urandom(20_000_000)
+    asked, answered = [os.urandom(20_000_000), b"more"], os.urandom(20_000_000)
+    assert wait([here], 0.0) == []
+    for message in asked:
+        here.post(message)
+    assert here.late
     with ThreadPoolExecutor(1) as other:
-        saying = other.submit(lambda: [here.send(message) for message in asked])
-        there_says = ThreadPoolExecutor(1).submit(there.reply, replied)
-        saying.result()
-        assert here.receive() == replied
-        there_says.result()
-        assert [there.receive(), there.receive()] == asked
+        found = other.submit(lambda: (there.send(answered), there.receive(), there.receive()))
+        while not wait([here], None):
+            pass
+        assert here.receive() == answered
+        while here.late:
+            wait([here], None)
+        assert found.result()[1:] == tuple(asked)
 
 
 def test_only_who_knows_the_secret_is_let_in() -> None:

@@ -106,7 +106,7 @@ class Actor:
             while message := self._line.receive():
                 key, *given = pickle.loads(message)
                 if given:
-                    self._line.reply(pickle.dumps(self.train(key, *given), pickle.HIGHEST_PROTOCOL))
+                    self._line.send(pickle.dumps(self.train(key, *given), pickle.HIGHEST_PROTOCOL))
                 else:
                     self.forget(key)
         except BaseException:

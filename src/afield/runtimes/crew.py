@@ -11,19 +11,19 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any
 
 from afield.core.errors import InputError
 from afield.core.types import Task
 from afield.runtimes.actor import Actor, Answer
-from afield.runtimes.line import Line, call
+from afield.runtimes.line import Line, call, wait
 
 log = logging.getLogger("afield")
 
 DESKS = 2  # parts that an actor has: one that it works at, and the next
 LOSSES = 3  # so many actors may be lost over one part before it counts as what kills them
-GLANCE = 0.01  # seconds between looks at Ray while lines are waited for
+GLANCE = 0.01  # seconds between looks at Ray while lines are waited for, and it has something to say
+CARE = 5.0  # the same while it has not, unless an actor is lost whose line does not tell
 PATIENCE = 300.0  # seconds without a single actor before a run gives up
 
 Lent = Any  # a vector as bytes, or the reference of one in the object store
@@ -84,7 +84,7 @@ class Seat:
         """The actor, for a call of Ray's: for that it has to leave the line."""
         if self.serving is not None and self.line is not None:
             self.serving = None
-            self.line.send(b"")
+            self.line.post(b"")
         return self.actor
 
     def begin(self, part: Part) -> None:
@@ -111,13 +111,13 @@ class Seat:
             return
         if self.serving is None:
             self.serving = self.actor.serve.remote()
-        self.line.send(pickle.dumps(given, pickle.HIGHEST_PROTOCOL))
+        self.line.post(pickle.dumps(given, pickle.HIGHEST_PROTOCOL))
 
     def forget(self, key: str) -> None:
         """Done whenever a run is collected, also amid `begin`: so the actor does not leave the line for it."""
         self.kits.remove(key)
         if self.serving is not None and self.line is not None:
-            self.line.send(pickle.dumps((key,)))
+            self.line.post(pickle.dumps((key,)))
         else:
             self.actor.forget.remote(key)
 
@@ -125,10 +125,9 @@ class Seat:
         """Whose answer comes next by line."""
         return next((part for key, part in self.flight.items() if key is part), None)
 
-    def answer(self, key: Any, ray: Any) -> Any:
-        """What came; an error where the actor is lost."""
-        if self.line is None or not isinstance(key, Part):
-            return ray.get(key)
+    def heard(self, ray: Any) -> Any:
+        """What came by line; an error where the actor is lost."""
+        assert self.line is not None
         try:
             return pickle.loads(self.line.receive())
         except OSError:
@@ -200,31 +199,27 @@ class Crew:
                 f"{self.ray.available_resources()} to spare: add nodes, or end what holds them"
             )
         for seat, key in ready:
-            # not where the one before it was the last of its actor or, with its kit, of its part
-            if seat in self.seats and (key is seat.hello or key in seat.flight):
+            if seat in self.seats:  # not lost meanwhile
                 self._take(seat, key)
         self.feed()
         return bool(ready)
 
     def _ready(self, patience: float | None) -> list[tuple[Seat, Any]]:
-        """Whose answers are there, under which key of their flights."""
-        lines: dict[Any, tuple[Seat, Any]] = {
-            seat.line.fileno(): (seat, part)
-            for seat in self.seats
-            if seat.line is not None and (part := seat.handed()) is not None
-        }
-        called = {
-            key: (seat, key) for seat in self.seats for key, part in seat.flight.items() if key is not part
-        }
-        called |= {seat.hello: (seat, seat.hello) for seat in self.seats if seat.hello is not None}
+        """Who has an answer: by line, or under which key of the flight."""
+        lines = {seat.line: seat for seat in self.seats if seat.line and (seat.line.late or seat.handed())}
+        called = {key: seat for seat in self.seats for key, part in seat.flight.items() if key is not part}
+        called |= {seat.hello: seat for seat in self.seats if seat.hello is not None}
+        glance = GLANCE if called else CARE
+        called |= {seat.serving: seat for seat in lines.values() if seat.serving is not None}
         end = math.inf if patience is None else time.monotonic() + patience
         while True:  # nothing waits for both
-            limit = patience if not called else min(GLANCE, max(0.0, end - time.monotonic()))
-            ready = [lines[line] for line in wait(lines, limit)] if lines else []
-            if called:
-                limit = 0.0 if lines else patience
-                ready += [called[key] for key in self.ray.wait(list(called), num_returns=1, timeout=limit)[0]]
-            if ready or not called or not lines or time.monotonic() >= end:
+            limit = max(0.0, min(glance, end - time.monotonic()))
+            heard = wait(list(lines), limit) if lines else []
+            ready: list[tuple[Seat, Any]] = [(lines[line], line) for line in heard]
+            if called and (glance == GLANCE or (limit == glance and not ready)):
+                found, _ = self.ray.wait(list(called), num_returns=1, timeout=0.0 if lines else patience)
+                ready += [(called[key], key) for key in found]
+            if ready or not lines or time.monotonic() >= end:
                 return ready
 
     def _take(self, seat: Seat, key: Any) -> None:
@@ -232,15 +227,20 @@ class Crew:
             if key is seat.hello:
                 self._greet(seat)
                 return
-            part, found = seat.flight[key], seat.answer(key, self.ray)
-            if found is None:  # its kit is loaded
-                del seat.flight[key]
-                return
-            seat.flight = {key: other for key, other in seat.flight.items() if other is not part}
-            if part.jobs:
-                part.done(found)
+            if key is seat.line:
+                part, found = seat.handed(), seat.heard(self.ray)
             else:
-                part.method = found
+                part, found = seat.flight.get(key), self.ray.get(key)
+            if key is seat.serving:
+                raise ConnectionError("it does not serve its line any more")
+            if found is None:  # its kit is loaded
+                seat.flight.pop(key, None)
+            elif part is not None:
+                seat.flight = {key: other for key, other in seat.flight.items() if other is not part}
+                if part.jobs:
+                    part.done(found)
+                else:
+                    part.method = found
 
     @contextlib.contextmanager
     def _or_lose(self, seat: Seat) -> Iterator[None]:

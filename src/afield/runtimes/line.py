@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import select
 import socket
-from typing import TypeVar
-
-T = TypeVar("T")
+from collections import deque
+from collections.abc import Sequence
 
 Place = tuple[str, int, bytes]  # host, port, and the secret that a caller has to know
 
-PATIENCE = 20  # seconds without a sign of the other machine
-ROOM = 1 << 20  # bytes that a sender need not wait for, where the system allows so many
+PATIENCE = 20  # seconds for a connection to be made
+ROOM = 1 << 20  # bytes on their way, where the system allows so many
 
 
 class Line:
@@ -26,37 +26,43 @@ class Line:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._early = bytearray()  # came while a reply was on its way
+        self._late: deque[memoryview] = deque()  # posted, and not on its way yet
+        self._sending = False
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is cut off says nothing
-        for name, value in (
-            ("TCP_KEEPIDLE", PATIENCE // 4),
-            ("TCP_KEEPINTVL", PATIENCE // 4),
-            ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", PATIENCE * 1000),
-        ):
-            if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
         return self._end.fileno()
 
+    @property
+    def late(self) -> bool:
+        """Whether there is something to send yet."""
+        return bool(self._late)
+
     def send(self, message: bytes) -> None:
         self._end.sendall(_framed(message))
 
-    def reply(self, message: bytes) -> None:
-        """Send, and take in meanwhile what comes: else both ends could wait for the other to listen."""
-        rest = memoryview(_framed(message))
-        while rest:
-            try:
-                rest = rest[self._end.send(rest, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                watch = select.poll()
-                watch.register(self._end, select.POLLIN | select.POLLOUT)
-                [(_, event)] = watch.poll()
-                if event != select.POLLOUT:
-                    self._early += self._some(self._end.recv(ROOM))
+    def post(self, message: bytes) -> None:
+        """Send without waiting: what the other end has no room for goes when `flush` is called again.
+
+        So one end always comes back to listen, and the two cannot wait for each other.
+        """
+        self._late.append(memoryview(_framed(message)))
+        self.flush()
+
+    def flush(self) -> None:
+        if self._sending:  # amid a message: something is collected, and posts that
+            return
+        self._sending = True
+        try:
+            while self._late:
+                self._late[0] = self._late[0][self._end.send(self._late[0], socket.MSG_DONTWAIT) :]
+                if not self._late[0]:
+                    self._late.popleft()
+        except BlockingIOError:
+            pass
+        finally:
+            self._sending = False
 
     def receive(self) -> bytearray:
         return self.exactly(int.from_bytes(self.exactly(8), "little"))
@@ -64,20 +70,12 @@ class Line:
     def exactly(self, size: int) -> bytearray:
         held = bytearray(size)
         rest = memoryview(held)
-        if self._early:
-            known = self._early[:size]
-            del self._early[:size]
-            rest[: len(known)] = known
-            rest = rest[len(known) :]
         while rest:
-            rest = rest[self._some(self._end.recv_into(rest, 0, socket.MSG_WAITALL)) :]
+            count = self._end.recv_into(rest, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionError("the line was closed")
+            rest = rest[count:]
         return held
-
-    @staticmethod
-    def _some(found: T) -> T:
-        if not found:
-            raise ConnectionError("the line was closed")
-        return found
 
     def close(self) -> None:
         self._end.close()
@@ -115,3 +113,21 @@ def call(place: Place) -> Line:
     end.settimeout(None)
     end.sendall(secret)
     return Line(end)
+
+
+def wait(lines: Sequence[Line], patience: float | None) -> list[Line]:
+    """Whom there is something of to receive; waits so long (None: for ever), and sends on what is late.
+
+    May return earlier, where something was sent.
+    """
+    poll = select.poll()
+    for line in lines:
+        poll.register(line, select.POLLIN | (select.POLLOUT if line.late else 0))
+    ends, heard = {line.fileno(): line for line in lines}, []
+    for end, event in poll.poll(None if patience is None else math.ceil(patience * 1000)):
+        if event & select.POLLOUT:
+            with contextlib.suppress(OSError):  # it is heard of the next time
+                ends[end].flush()
+        if event & ~select.POLLOUT:
+            heard.append(ends[end])
+    return heard
