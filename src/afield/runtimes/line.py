@@ -1,7 +1,7 @@
 """A line between a run and one of its actors: what is small goes there and back beside Ray's calls.
 
-A call passes six of Ray's threads, on the same cores that train: with a model of 70 kB there and one back 0.9 ms of
-CPU time, and more where training has emptied the caches.
+A call passes six of Ray's threads, on the same cores that train: with a model of 70 kB there and one back it takes
+0.9 ms of CPU time.
 """
 
 from __future__ import annotations
