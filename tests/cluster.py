@@ -65,10 +65,13 @@ def add_node(made: Any, cpus: int = 1) -> Any:
     return made.add_node(num_cpus=cpus, object_store_memory=STORE)
 
 
-def kill_node(node: Any) -> None:
-    """Kill a node's raylet and its workers at once, as a machine ends; left alone they would work on for a while."""
+def kill_node(node: Any, by: signal.Signals = signal.SIGKILL) -> None:
+    """Kill a node's raylet and its workers at once, as a machine ends; left alone they would work on for a while.
+
+    By SIGSTOP it is as if cut off: it closes nothing, and says nothing any more.
+    """
     raylet = node.all_processes["raylet"][0].process.pid
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     for process in (raylet, *map(int, workers)):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, by)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -98,6 +98,17 @@ def on_ray(module: nn.Module, **options: Any) -> RayTrainer:
     return RayTrainer(module, pool(), LOCAL, SEED, **options)
 
 
+def all_there(hands: Crew) -> None:
+    while any(seat.hello is not None for seat in hands.seats):
+        hands.collect(None)
+
+
+def at_rest(hands: Crew) -> None:
+    """A run may leave tasks behind that were begun early."""
+    while any(seat.flight or seat.hello is not None for seat in hands.seats):
+        hands.collect(None)
+
+
 # ---- the same ----
 
 
@@ -176,7 +187,63 @@ def test_any_data_set_and_any_order_of_taking(hands: Crew) -> None:
     assert all(torch.equal(a.model, b.model) for a, b in zip(found, wanted, strict=True))
 
 
+def test_without_lines_calls_give_the_same(hands: Crew) -> None:
+    module = cnn()
+    trainer = on_ray(module)
+    log, model = log_and_model(simulation(FedAsync(), module, trainer))
+    at_rest(hands)
+    lines = [(seat, seat.line) for seat in hands.seats]
+    assert all(line is not None for _, line in lines)
+    for seat, _ in lines:
+        assert seat.calls is seat.actor  # it has left the line
+        seat.line = None
+    again_log, again = log_and_model(simulation(FedAsync(), module, trainer))
+    at_rest(hands)
+    for seat, line in lines:
+        seat.line = line
+    assert again_log == log
+    assert torch.equal(again, model)
+
+
+def test_small_and_large_models_in_turns(hands: Crew) -> None:
+    """What is small goes by line, what is large by calls: an actor does both, in their order."""
+    modules = cnn(), cnn(3000)
+    trainers = [on_ray(module) for module in modules]
+    given = [block(module, [0, 1, 2, 3, 4]) for module in modules]
+    found = [trainer.ahead(*one) for trainer, one in zip(trainers, given, strict=True)]
+    found += [trainer.ahead(*one) for trainer, one in zip(trainers, given, strict=True)]
+    for calls, module, one in zip(found, modules * 2, given * 2, strict=True):
+        expected = alone(module, pool(), LOCAL, SEED).train(*one)
+        assert all(torch.equal(a().model, b.model) for a, b in zip(calls, expected, strict=True))
+
+
 # ---- what goes wrong ----
+
+
+class Interrupted(int):
+    """A number in the midst of which Ctrl-C comes, once, when it is sent."""
+
+    times: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        self.times.append(self)
+        if len(self.times) == 1:
+            raise KeyboardInterrupt
+        return int, (int(self),)
+
+
+def test_after_ctrl_c_answers_are_those_of_their_tasks(hands: Crew) -> None:
+    module = cnn()
+    trainer = on_ray(module)
+    tasks, bases, none = block(module, [0, 1, 2, 3])
+    all_there(hands)
+    before = hands.lost
+    with pytest.raises(KeyboardInterrupt):
+        trainer.ahead([tasks[0], Task(Interrupted(1), 1, 1, 0, 0.0), *tasks[2:]], bases, none)
+    assert hands.lost == before + 1
+    expected = alone(module, pool(), LOCAL, SEED).train(tasks, bases, none)
+    found = trainer.train(tasks, bases, none)
+    assert all(torch.equal(a.model, b.model) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_failure_is_told_to_whoever_asks_for_that_task(hands: Crew) -> None:
@@ -231,11 +298,6 @@ def test_a_task_that_kills_every_actor_ends_the_run_and_no_other(hands: Crew) ->
     assert torch.equal(calls[0]().model, expected[0].model)
 
 
-def all_there(hands: Crew) -> None:
-    while any(seat.hello is not None for seat in hands.seats):
-        hands.collect(None)
-
-
 def test_a_lost_process_and_then_a_lost_node_change_nothing(
     nodes: Any, hands: Crew, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,6 +331,25 @@ def test_a_lost_process_and_then_a_lost_node_change_nothing(
     again_log, again = log_and_model(simulation(FedAsync(), module, trainer, updates=400))
     assert again_log == log
     assert torch.equal(again, model)
+
+
+def test_a_node_that_is_cut_off_changes_nothing(nodes: Any, hands: Crew) -> None:
+    module = cnn()
+    trainer = on_ray(module)
+    [second] = list(nodes.worker_nodes)
+    all_there(hands)
+    before = hands.lost
+    log, model = log_and_model(
+        simulation(FedAsync(), module, trainer), {40: lambda: kill_node(second, signal.SIGSTOP)}
+    )
+    expected_log, expected = as_a_worker(FedAsync(), module)
+    assert log == expected_log
+    assert torch.equal(model, expected)
+    assert hands.lost == before + 1
+    kill_node(second)
+    nodes.remove_node(second)
+    add_node(nodes)
+    all_there(hands)
 
 
 # ---- from a config ----

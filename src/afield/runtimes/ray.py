@@ -28,6 +28,7 @@ from afield.runtimes.actor import INLINE, Kit, packed, to_bytes, to_tensor
 from afield.runtimes.crew import LOSSES, Crew, Job, Lent, Part
 from afield.training.choose import Training, choose
 from afield.training.local import Local
+from afield.training.pages import keep_pages
 
 log = logging.getLogger("afield")
 
@@ -91,6 +92,7 @@ class RayTrainer:
         if training.method == "auto":  # two cores: that there is more than one
             training = training.by(choose(module, device, cores=2))
         self.crew = crew(address, actors, cpus, int(kind == "cuda")) if by is None else by
+        keep_pages()  # vectors that come and go with every task
         self.layout = Layout.of(module)
         kit = Kit(copy.deepcopy(module).cpu(), packed(data), local, seed, loss, kind, training)
         self._kit = self.crew.ray.put(kit)
@@ -130,11 +132,9 @@ class RayTrainer:
             jobs.append(Job(task, self._lend(base), given))
         width = 1 if self.singly else -(-len(jobs) // self.crew.count)
         for start in range(0, len(jobs), max(1, width)):
-            small = self.layout.size * self.layout.dtype.itemsize <= INLINE
             when, share = due[start] if due else 0.0, jobs[start : start + width]
-            # the first of a block is waited for, unless it was begun early: in company it would come back later
-            joins = small and self.singly and (start > 0 or bool(due))
-            part = Part(self._key, self._kit, share, when, small, joins)
+            small = self.layout.size * self.layout.dtype.itemsize <= INLINE
+            part = Part(self._key, self._kit, share, when, small)
             self.crew.add(part)
             for at, job in enumerate(part.jobs):
                 calls.append(functools.partial(self._result, part, job, bases[start + at]))
@@ -174,7 +174,7 @@ class RayTrainer:
         return LocalResult(model, examples, steps, rate, metrics, finite(model))
 
     def _lend(self, vector: Tensor) -> Lent:
-        """The vector as calls take it: made once, however many tasks need it. A large one is in the store."""
+        """The vector as parts take it: made once, however many tasks need it. A large one is in the store."""
         state, lent = self._lent.get(vector, (-1, None))
         if state != vector._version:  # vectors are reused: the same tensor may be another model
             held = to_bytes(vector)
