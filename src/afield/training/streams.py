@@ -72,21 +72,21 @@ class StreamTrainer(GraphTrainer):
         self._back[places[0, taken].long()] = taken.to(torch.int32)
         self._into = places[0, : self._inner].clamp(min=0)  # what fills the gaps is nobody's
         self._flat = torch.zeros(rows, starts[-1], dtype=layout.dtype, device=device)
-        self._parts: dict[int, Lane] = {}
+        self._cut: dict[int, Lane] = {}
         return views(self._flat)
 
     def _mine(self, held: Held, number: int) -> Lane:
         """A lane's part; cut once, as a task would take a millisecond for it."""
-        if number not in self._parts:
+        if number not in self._cut:
             weights, rest = held.weights.rows(number), self._flat[number, self._inner :]
-            self._parts[number] = Lane(
+            self._cut[number] = Lane(
                 parameters=[tensor[number] for tensor in held.parameters],
                 sums=[tensor[number] for tensor in held.sums],
                 weights=weights,
                 corrections=[tensor[number] for tensor in held.corrections],
                 cleared=[*chain(*weights.moments), *([rest] if held.sums else [])],
             )
-        return self._parts[number]
+        return self._cut[number]
 
     def _tape(self, short: bool, rate: float | None) -> Step:
         tape = self.steps.get(many=False, short=short, rate=rate)
