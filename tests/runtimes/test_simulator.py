@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -448,6 +448,33 @@ def test_nothing_is_trained_that_cannot_arrive_in_time() -> None:
     sim = simulator(FedAsync(), [[1.0], [9.0]], stop=Stop(time=3.0))
     log(sim)
     assert sim.trainer.blocks == [[0], [2], [3]]
+
+
+def test_nothing_is_trained_that_cannot_arrive_before_the_last_update() -> None:
+    sim = simulator(FedAsync(), [[1.0], [1.5], [9.0], [9.5]], stop=Stop(updates=3))
+    log(sim)
+    assert sim.trainer.blocks == [[0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_last_updates_are_those_of_blocks_of_one(seed: int) -> None:
+    delays = [[exponential(seed, client, count) for count in range(100)] for client in range(30)]
+    sims = [simulator(FedAsync(), delays, stop=Stop(updates=60), block=block) for block in (1, 64)]
+    assert log(sims[0]) == log(sims[1])
+    alone, together = (sum(map(len, sim.trainer.blocks)) for sim in sims)
+    assert alone == 60 <= together < 60 + 29
+
+
+def test_a_refused_update_calls_for_one_that_seemed_too_late() -> None:
+    class Breaks(Adds):
+        def train(self, tasks: Any, bases: Any, corrections: Any) -> list[LocalResult]:
+            found = super().train(tasks, bases, corrections)
+            bad = [replace(result, model=result.model * math.nan) for result in found]
+            return [bad[row] if task.number == 0 else found[row] for row, task in enumerate(tasks)]
+
+    sim = simulator(FedAsync(), [[1.0, 9.0], [2.0]], stop=Stop(updates=1), trainer=Breaks())
+    assert [row[-1] for row in log(sim)] == ["not-finite", ""]
+    assert sim.trainer.blocks == [[0], [1]]
 
 
 def test_measurements_by_time_and_by_version() -> None:

@@ -82,7 +82,25 @@ class Tied(nn.Module):
         return self.last(self.second(self.first(inputs).tanh()).flatten(1))
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn, "frozen": frozen, "tied": Tied}
+class Skips(nn.Module):
+    """One layer is read by its ReLU alone, the other also beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.second(self.first(inputs.flatten(1)).relu())
+        return self.last(hidden.relu() + hidden)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "frozen": frozen,
+    "tied": Tied,
+    "skips": Skips,
+}
 LOCALS = {
     "sgd": Local(epochs=2, batch=16),
     "one short batch": Local(batch=100),
@@ -241,6 +259,17 @@ def test_a_block_larger_than_there_are_streams() -> None:
     local = Local(batch=16)
     right = LoopTrainer(built, data, local, SEED).train(tasks, bases, [None] * 21)
     same(StreamTrainer(built, data, local, SEED, device="cpu").train(tasks, bases, [None] * 21), right)
+
+
+def test_a_block_larger_than_the_caches() -> None:
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Flatten(), nn.Linear(64, 10_000), nn.ReLU(), nn.Linear(10_000, 4))
+    data, local = pool(), Local(batch=16, steps=(1, 2, 1, 1, 2, 3), rate=0.001)
+    tasks, bases, corrections = work(built)
+    fast = BlockTrainer(built, data, local, SEED)
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
+    same(fast.train(tasks, bases, corrections), right)
+    assert max(len(part) for part in fast._room) == 4
 
 
 def test_deals_of_several_runs_train_as_one() -> None:

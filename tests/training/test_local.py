@@ -15,7 +15,7 @@ from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.keys import Stream, mix
 from afield.core.types import LocalResult, Task
-from afield.training.draws import shuffled
+from afield.training.draws import APART, drawn, shuffled
 from afield.training.local import Local, LoopTrainer, batches, check_fits, loss_function
 from afield.training.models import Point, build
 
@@ -535,3 +535,10 @@ def test_check_fits() -> None:
     assert module.training
     assert module[1].training
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_orders_go_by_the_same_numbers_whoever_computes_them() -> None:
+    keys, sizes, place = torch.tensor([5, 2**62 + 1, 2**63 - 1]), torch.tensor([7, 3, 9]), torch.arange(9)
+    ranks = drawn((keys[:, None] + torch.arange(2) * APART)[..., None], place)  # as on a GPU
+    ranks = torch.where(place < sizes[:, None, None], ranks, 2**63 - 1)
+    assert torch.equal(shuffled(keys, 2, sizes, 9), ranks.sort(dim=-1, stable=True).indices)

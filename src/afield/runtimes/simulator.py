@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,12 +325,19 @@ class Simulator:
         """What is in flight, earliest arrivals first, as much as the block limit leaves room for.
 
         The heap gives them in order, so a block costs by its own length, whatever is in flight; what was taken from
-        it goes to the near heap, which is small where the block limit is.
+        it goes to the near heap, which is small where the block limit is. What can only arrive after the end is left
+        out: beyond the stop's time, or behind as many arrivals as there are updates left.
         """
         room = max(least, self.block - len(self.results))
         horizon = math.inf if self.stop.time is None else self.stop.time
+        left = math.inf if self.stop.updates is None else self.stop.updates - self.updates
+        sooner: list[Event] = []  # arrivals that were trained; of interest near the end alone
+        if left < len(self.flights):
+            sooner = sorted(event for event in self.near if event[3] == ARRIVE and event[4] in self.flights)
         numbers: list[int] = []
         while len(numbers) < room and self.heap and self.heap[0][0] <= horizon:
+            if len(numbers) + bisect(sooner, self.heap[0]) >= left:
+                break
             event = heapq.heappop(self.heap)
             heapq.heappush(self.near, event)
             _, _, _, kind, what = event

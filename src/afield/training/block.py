@@ -26,6 +26,9 @@ from afield.training.step import Steps
 from afield.training.tape import CannotRecord
 
 LARGE = 50_000  # weights: from here on a model is worth a copy of its own
+# Bytes of weights that a CPU's caches hold well, and rows that are stacked whatever their size: 50 MLPs of 159,000
+# weights took 1.15 times as long in one stack as in three, 50 of 795,000 weights 1.1 times as long as four at a time.
+CACHED, LEAST = 12 * 2**20, 4
 NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
 
 
@@ -111,10 +114,21 @@ class BlockTrainer:
         # so that the rows at work are the first ones
         ranks = sorted(range(len(deal)), key=lambda row: -steps[row])
         results: list[LocalResult] = [None] * len(deal)  # type: ignore[list-item]
-        for row, (model, loss, fine) in zip(ranks, self._looked(*self._train(deal.part(ranks))), strict=True):
-            metrics = {"loss": loss / steps[row]} if steps[row] else {}
-            results[row] = LocalResult(model, deal.sizes[row], steps[row], self.local.rate, metrics, fine)
+        for rows in self._parts(ranks):
+            looked = self._looked(*self._train(deal.part(rows)))
+            for row, (model, loss, fine) in zip(rows, looked, strict=True):
+                metrics = {"loss": loss / steps[row]} if steps[row] else {}
+                results[row] = LocalResult(model, deal.sizes[row], steps[row], self.local.rate, metrics, fine)
         return results
+
+    def _parts(self, rows: list[int]) -> Iterator[list[int]]:
+        """Rows to be trained at once: as many as the caches of a CPU hold, in parts alike."""
+        most = len(rows)
+        if self.device.type == "cpu":
+            most = max(LEAST, CACHED // (self.layout.size * self.layout.dtype.itemsize))
+        count = -(-len(rows) // most)
+        for part in range(count):
+            yield rows[part * len(rows) // count : (part + 1) * len(rows) // count]
 
     def _looked(
         self, models: Tensor | list[Tensor] | Iterator[Tensor], losses: Tensor
@@ -145,15 +159,16 @@ class BlockTrainer:
         keys = [batch_key(self.seed, task.client, task.count) for task in tasks]
         longest, most = max(sizes), max(work)
         epochs = max(-(-steps // -(-size // self.batch)) for steps, size in zip(work, sizes, strict=True))
-        table = torch.tensor([sizes, work, keys, [starts[task.client] for task in tasks]])
-        step = torch.arange(most)[:, None]
-        size, wanted = table[0], table[1]
+        firsts = [starts[task.client] for task in tasks]
         if len(set(sizes)) == len(set(work)) == 1 and most * self.batch == epochs * longest:
             # whole epochs of full batches, alike for all: the orders are the batches (a third of the time)
-            _, _, key, first = table.to(self.device)
+            key, first = torch.tensor([keys, firsts], device=self.device)
             orders = shuffled(key, epochs, None, longest) + first[:, None, None]
             picks = flat[orders].view(len(tasks), most, self.batch).transpose(0, 1)
             return picks, torch.full((most, len(tasks)), self.batch)
+        table = torch.tensor([sizes, work, keys, firsts])
+        step = torch.arange(most)[:, None]
+        size, wanted = table[0], table[1]
         begin = step % -(-size // self.batch) * self.batch  # [steps, rows]: where in its epoch a batch begins
         counts = torch.where(step < wanted, (size - begin).clamp(max=self.batch), 0)
         # the large tensors, on the device
@@ -220,6 +235,8 @@ class BlockTrainer:
     def _stacked(self, deal: Deal) -> list[Tensor]:
         """The bases as stacked parameters, then zeros for the sums of statistics; always in the same memory."""
         layout, rows = self.layout, len(deal)
+        lengths = [shape.numel() for shape in layout.shapes]
+        bases = list(zip(*(torch.split(base.detach(), lengths) for base in deal.bases), strict=True))
         found = []
         for number, (shape, start) in enumerate(zip(layout.shapes, layout.offsets, strict=True)):
             if number == len(self._room) or len(self._room[number]) < rows:
@@ -227,8 +244,7 @@ class BlockTrainer:
                 self._room[number:] = [fresh, *self._room[number + 1 :]]
             part = self._room[number][:rows]
             if start < layout.parameters:
-                flat = part.view(rows, -1)
-                torch.stack([b[start : start + shape.numel()].detach() for b in deal.bases], out=flat)
+                torch.stack(bases[number], out=part.view(rows, -1))
             else:
                 part.zero_()
             found.append(part)

@@ -29,6 +29,7 @@ _IDLE = {
     aten._unsafe_view.default,
     aten.reshape.default,
 }
+_SPREAD = {*_IDLE, aten.unsqueeze.default}  # of ones: ones
 # The same operation by a shorter way from Python: 1 us a call less than through the operator's schema.
 _SHORT: dict[Any, Callable[..., Any]] = {
     aten.bmm.default: torch.bmm,
@@ -49,6 +50,19 @@ _SHORT: dict[Any, Callable[..., Any]] = {
 }
 
 
+_PRODUCTS = {aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default}
+
+
+def _threshold(gradient: Tensor, *rest: Any) -> Tensor:
+    found: Tensor = aten.threshold_backward.grad_input(gradient, *rest, grad_input=gradient)
+    return found
+
+
+# The same over the first argument, which must be a product that nobody else reads: its memory is in the cache.
+_OVER: dict[Any, Callable[..., Any]] = {
+    aten.relu.default: torch.relu_,
+    aten.threshold_backward.default: _threshold,
+}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -81,7 +95,7 @@ class Line:
     given: list[Ref | None]
     several: bool
     idle: bool = False  # gives its first argument as it is
-    shaped: tuple[bool, ...] = ()  # an addition in one type: which arguments have the shape of the sum
+    shaped: tuple[bool, ...] = ()  # a sum or product in one type: which arguments have the result's shape
 
 
 @dataclass(slots=True)
@@ -154,7 +168,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (func in _IDLE and _alike(first, result)) or (func is aten.mul.Scalar and args[1] == 1)
         )
         shaped: tuple[bool, ...] = ()
-        if func is aten.add.Tensor and all(
+        if func in (aten.add.Tensor, aten.mul.Tensor) and all(
             isinstance(value, Tensor) and value.dtype == result.dtype for value in args
         ):
             shaped = tuple(value.shape == result.shape for value in args)
@@ -227,6 +241,7 @@ def simplified(tape: Tape) -> Tape:
     stand_in: dict[Ref, Ref] = {}
     made: dict[Ref, Line] = {}
     lines: list[Line] = []
+    ones: set[Ref] = set()  # autograd begins with them
     pure = not any(_writes(line) for line in tape.lines)
     for line in tape.lines:
         args, kwargs = _replaced(line.args, stand_in), _replaced(line.kwargs, stand_in)
@@ -236,6 +251,12 @@ def simplified(tape: Tape) -> Tape:
         if line.idle and given is not None and (pure or line.operation in _IDLE):
             stand_in[given] = args[0]
             continue
+        if pure and given is not None:
+            if line.operation is aten.ones_like.default or (line.operation in _SPREAD and args[0] in ones):
+                ones.add(given)
+            if line.operation is aten.mul.Tensor and line.shaped[1:] == (True,) and args[0] in ones:
+                stand_in[given] = args[1]
+                continue
         if line.operation is aten.transpose.int and given is not None and args[0] in made:
             before = made[args[0]]
             if before.operation is aten.transpose.int and before.args[1:] == args[1:]:
@@ -301,7 +322,7 @@ def _biased(tape: Tape) -> Tape:
     uses = _uses(tape)
     products = {line.given[0]: line for line in tape.lines if line.operation is aten.bmm.default}
     for line in tape.lines:
-        if line.shaped and not line.kwargs:
+        if line.operation is aten.add.Tensor and line.shaped and not line.kwargs:
             for place in (0, 1):
                 product = line.args[place]
                 if line.shaped[place] and product in products and uses[product] == 1:
@@ -369,11 +390,15 @@ def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
     free = not any(_writes(line) and line.given for line in tape.lines)
     last = {ref: number for number, line in enumerate(tape.lines) for ref in _refs([line.args, line.kwargs])}
     outputs = set(_refs(tape.outputs))
+    uses, products = _uses(tape), {line.given[0] for line in tape.lines if line.operation in _PRODUCTS}
     rows = []
     for number, line in enumerate(tape.lines):
-        names[f"f{number}"] = (
-            torch.reshape if free and line.operation in _VIEWS else _SHORT.get(line.operation, line.operation)
-        )
+        function = _SHORT.get(line.operation, line.operation)
+        if free and line.operation in _VIEWS:
+            function = torch.reshape
+        elif line.operation in _OVER and line.args[0] in products and uses[line.args[0]] == 1:
+            function = _OVER[line.operation]
+        names[f"f{number}"] = function
         arguments = [text(value) for value in line.args]
         arguments += [f"{key}={text(value)}" for key, value in line.kwargs.items()]
         call = f"f{number}({', '.join(arguments)})"
@@ -382,13 +407,13 @@ def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
             f"    {', '.join(given)}{',' if line.several else ''} = {call}" if given else f"    {call}"
         )
         # what nobody reads any more is let go at once: its memory serves the next operation
-        over = {
+        gone = {
             ref
             for ref in (*_refs([line.args, line.kwargs]), *(ref for ref in line.given if ref is not None))
             if last.get(ref, number) == number and ref not in outputs and ref.number not in tape.constants
         }
-        if over:
-            rows.append(f"    del {', '.join(sorted(text(ref) for ref in over))}")
+        if gone:
+            rows.append(f"    del {', '.join(sorted(text(ref) for ref in gone))}")
     names.update({f"c{number}": value for number, value in tape.constants.items()})
     heads = ", ".join(["width", *(text(ref) for ref in tape.inputs)])
     source = f"def run({heads}):\n" + "\n".join(rows) + f"\n    return {text(tuple(tape.outputs))}\n"
