@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from afield.core.flat import Layout
 from afield.training.layers import BlockNorm, KeyedDropout, Moment, keyed, normed, variances
 from afield.training.local import guesses
-from afield.training.tape import CannotRecord, Tape, compiled, descending, record, simplified, widened
+from afield.training.rewrite import descending, simplified
+from afield.training.tape import CannotRecord, Tape, compiled, record, widened
 
 WIDTHS = (2, 3, 5)  # a tape for any width comes from tapes at these
 MOST_CLASSES = 1024  # above, targets are not spread out to one number per class

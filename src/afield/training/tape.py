@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 # Views that change nothing where shape, strides and type stay as they are.
-_IDLE = {
+IDLE = {
     aten.alias.default,
     aten.detach.default,
     aten.expand.default,
@@ -29,7 +29,6 @@ _IDLE = {
     aten._unsafe_view.default,
     aten.reshape.default,
 }
-_SPREAD = {*_IDLE, aten.unsqueeze.default}  # of ones: ones
 # The same operation by a shorter way from Python: 1 us a call less than through the operator's schema.
 _SHORT: dict[Any, Callable[..., Any]] = {
     aten.bmm.default: torch.bmm,
@@ -165,7 +164,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         first = args[0] if args and isinstance(args[0], Tensor) else None
         idle = first is not None and (
-            (func in _IDLE and _alike(first, result)) or (func is aten.mul.Scalar and args[1] == 1)
+            (func in IDLE and _alike(first, result)) or (func is aten.mul.Scalar and args[1] == 1)
         )
         shaped: tuple[bool, ...] = ()
         if func in (aten.add.Tensor, aten.mul.Tensor) and all(
@@ -236,132 +235,25 @@ def widened(tapes: dict[int, Tape]) -> Tape:
     return Tape(first.inputs, lines, merge([tape.outputs for tape in tapes.values()]), first.constants)
 
 
-def simplified(tape: Tape) -> Tape:
-    """The same without what changes nothing, a bias folded into its product, and nothing that nobody uses."""
-    stand_in: dict[Ref, Ref] = {}
-    made: dict[Ref, Line] = {}
-    lines: list[Line] = []
-    ones: set[Ref] = set()  # autograd begins with them
-    pure = not any(_writes(line) for line in tape.lines)
-    for line in tape.lines:
-        args, kwargs = _replaced(line.args, stand_in), _replaced(line.kwargs, stand_in)
-        line = Line(line.operation, args, kwargs, line.given, line.several, line.idle, line.shaped)
-        given = line.given[0] if line.given else None
-        # a product with 1 is a copy: it stays where anything is written to
-        if line.idle and given is not None and (pure or line.operation in _IDLE):
-            stand_in[given] = args[0]
-            continue
-        if pure and given is not None:
-            if line.operation is aten.ones_like.default or (line.operation in _SPREAD and args[0] in ones):
-                ones.add(given)
-            if line.operation is aten.mul.Tensor and line.shaped[1:] == (True,) and args[0] in ones:
-                stand_in[given] = args[1]
-                continue
-        if line.operation is aten.transpose.int and given is not None and args[0] in made:
-            before = made[args[0]]
-            if before.operation is aten.transpose.int and before.args[1:] == args[1:]:
-                stand_in[given] = before.args[0]
-                continue
-        if given is not None and not _writes(line):
-            made[given] = line
-        lines.append(line)
-    tape = Tape(tape.inputs, lines, _replaced(tape.outputs, stand_in), tape.constants)
-    return _used(_biased(_used(_upright(_used(tape)))))
-
-
-def _uses(tape: Tape) -> Counter[Ref]:
+def uses(tape: Tape) -> Counter[Ref]:
+    """How often each tensor is read."""
     return Counter(
-        [*(ref for line in tape.lines for ref in _refs([line.args, line.kwargs])), *_refs(tape.outputs)]
+        [*(ref for line in tape.lines for ref in refs([line.args, line.kwargs])), *refs(tape.outputs)]
     )
 
 
-def _upright(tape: Tape) -> Tape:
-    """(a b)^T as b^T a^T: a gradient in the layout of its weights, not across it (4 times as fast to subtract)."""
-    uses = _uses(tape)
-    flip = (aten.transpose.int, (1, 2))
-    made = {line.given[0]: line for line in tape.lines if line.given}
-    free = 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
-    lines: list[Line] = []
-    for line in tape.lines:
-        product = made.get(line.args[0]) if (line.operation, line.args[1:]) == flip else None
-        if product is not None and product.operation is aten.bmm.default and uses[line.args[0]] == 1:
-            flipped: list[Ref] = []
-            for factor in reversed(product.args):
-                source = made.get(factor)
-                if source is not None and (source.operation, source.args[1:]) == flip:
-                    flipped.append(source.args[0])
-                else:
-                    flipped.append(Ref(free))
-                    lines.append(Line(aten.transpose.int, (factor, 1, 2), {}, [Ref(free)], False))
-                    free += 1
-            line = Line(aten.bmm.default, tuple(flipped), {}, line.given, False)
-        lines.append(line)
-    return Tape(tape.inputs, lines, tape.outputs, tape.constants)
-
-
-def descending(tape: Tape, weights: Sequence[Ref], rate: float) -> Tape:
-    """The tape with `weights -= rate * gradient` at its end; its first outputs, the gradients, are dropped.
-
-    A gradient that is a product is subtracted as it is made: it is never written (MLP, 9 clients: 1.2 times as fast).
-    """
-    uses = _uses(tape)
-    products = {line.given[0]: line for line in tape.lines if line.operation is aten.bmm.default}
-    lines, steps = list(tape.lines), []
-    for weight, gradient in zip(weights, tape.outputs[: len(weights)], strict=True):
-        product = products.get(gradient)
-        if product is not None and uses[gradient] == 1:
-            lines.remove(product)
-            steps.append(Line(aten.baddbmm_.default, (weight, *product.args), {"alpha": -rate}, [], False))
-        else:
-            steps.append(Line(aten.add_.Tensor, (weight, gradient), {"alpha": -rate}, [], False))
-    return Tape(tape.inputs, lines + steps, tape.outputs[len(weights) :], tape.constants)
-
-
-def _biased(tape: Tape) -> Tape:
-    """bmm, then add: one operation instead of two."""
-    uses = _uses(tape)
-    products = {line.given[0]: line for line in tape.lines if line.operation is aten.bmm.default}
-    for line in tape.lines:
-        if line.operation is aten.add.Tensor and line.shaped and not line.kwargs:
-            for place in (0, 1):
-                product = line.args[place]
-                if line.shaped[place] and product in products and uses[product] == 1:
-                    line.operation = aten.baddbmm.default
-                    line.args = (line.args[1 - place], *products[product].args)
-                    break
-    return tape
-
-
-def _writes(line: Line) -> bool:
+def writes(line: Line) -> bool:
+    """Whether it changes one of its arguments."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in line.operation._schema.arguments)
 
 
-def _used(tape: Tape) -> Tape:
-    wanted = set(_refs(tape.outputs))
-    kept = []
-    for line in reversed(tape.lines):
-        if _writes(line) or any(ref in wanted for ref in line.given if ref is not None):
-            wanted.update(_refs([line.args, line.kwargs]))
-            kept.append(line)
-    return Tape(tape.inputs, kept[::-1], tape.outputs, tape.constants)
-
-
-def _replaced(value: Any, by: dict[Ref, Ref]) -> Any:
-    if isinstance(value, Ref):
-        return by.get(value, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(part, by) for part in value)
-    if isinstance(value, dict):
-        return {key: _replaced(part, by) for key, part in value.items()}
-    return value
-
-
-def _refs(value: Any) -> list[Ref]:
+def refs(value: Any) -> list[Ref]:
+    """The tensors in arguments, however deep."""
     if isinstance(value, Ref):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [ref for part in value for ref in _refs(part)] if isinstance(value, (list, tuple)) else []
+    return [ref for part in value for ref in refs(part)] if isinstance(value, (list, tuple)) else []
 
 
 def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
@@ -387,16 +279,16 @@ def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
 
     # Libraries may lay out a result in another way than when it was recorded: where nothing is written to views, a
     # copy will do.
-    free = not any(_writes(line) and line.given for line in tape.lines)
-    last = {ref: number for number, line in enumerate(tape.lines) for ref in _refs([line.args, line.kwargs])}
-    outputs = set(_refs(tape.outputs))
-    uses, products = _uses(tape), {line.given[0] for line in tape.lines if line.operation in _PRODUCTS}
+    free = not any(writes(line) and line.given for line in tape.lines)
+    last = {ref: number for number, line in enumerate(tape.lines) for ref in refs([line.args, line.kwargs])}
+    outputs = set(refs(tape.outputs))
+    count, products = uses(tape), {line.given[0] for line in tape.lines if line.operation in _PRODUCTS}
     rows = []
     for number, line in enumerate(tape.lines):
         function = _SHORT.get(line.operation, line.operation)
         if free and line.operation in _VIEWS:
             function = torch.reshape
-        elif line.operation in _OVER and line.args[0] in products and uses[line.args[0]] == 1:
+        elif line.operation in _OVER and line.args[0] in products and count[line.args[0]] == 1:
             function = _OVER[line.operation]
         names[f"f{number}"] = function
         arguments = [text(value) for value in line.args]
@@ -409,7 +301,7 @@ def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
         # what nobody reads any more is let go at once: its memory serves the next operation
         gone = {
             ref
-            for ref in (*_refs([line.args, line.kwargs]), *(ref for ref in line.given if ref is not None))
+            for ref in (*refs([line.args, line.kwargs]), *(ref for ref in line.given if ref is not None))
             if last.get(ref, number) == number and ref not in outputs and ref.number not in tape.constants
         }
         if gone:

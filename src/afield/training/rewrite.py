@@ -1,0 +1,120 @@
+"""The same tape with fewer operations: what changes nothing or is not used goes, and neighbours become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from afield.training.tape import IDLE, Line, Ref, Tape, aten, refs, uses, writes
+
+_SPREAD = {*IDLE, aten.unsqueeze.default}  # of ones: ones
+
+
+def simplified(tape: Tape) -> Tape:
+    """The same without what changes nothing, a bias folded into its product, and nothing that nobody uses."""
+    stand_in: dict[Ref, Ref] = {}
+    made: dict[Ref, Line] = {}
+    lines: list[Line] = []
+    ones: set[Ref] = set()  # autograd begins with them
+    pure = not any(writes(line) for line in tape.lines)
+    for line in tape.lines:
+        args, kwargs = _replaced(line.args, stand_in), _replaced(line.kwargs, stand_in)
+        line = Line(line.operation, args, kwargs, line.given, line.several, line.idle, line.shaped)
+        given = line.given[0] if line.given else None
+        # a product with 1 is a copy: it stays where anything is written to
+        if line.idle and given is not None and (pure or line.operation in IDLE):
+            stand_in[given] = args[0]
+            continue
+        if pure and given is not None:
+            if line.operation is aten.ones_like.default or (line.operation in _SPREAD and args[0] in ones):
+                ones.add(given)
+            if line.operation is aten.mul.Tensor and line.shaped[1:] == (True,) and args[0] in ones:
+                stand_in[given] = args[1]
+                continue
+        if line.operation is aten.transpose.int and given is not None and args[0] in made:
+            before = made[args[0]]
+            if before.operation is aten.transpose.int and before.args[1:] == args[1:]:
+                stand_in[given] = before.args[0]
+                continue
+        if given is not None and not writes(line):
+            made[given] = line
+        lines.append(line)
+    tape = Tape(tape.inputs, lines, _replaced(tape.outputs, stand_in), tape.constants)
+    return _used(_biased(_used(_upright(_used(tape)))))
+
+
+def _upright(tape: Tape) -> Tape:
+    """(a b)^T as b^T a^T: a gradient in the layout of its weights, not across it (4 times as fast to subtract)."""
+    count = uses(tape)
+    flip = (aten.transpose.int, (1, 2))
+    made = {line.given[0]: line for line in tape.lines if line.given}
+    free = 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
+    lines: list[Line] = []
+    for line in tape.lines:
+        product = made.get(line.args[0]) if (line.operation, line.args[1:]) == flip else None
+        if product is not None and product.operation is aten.bmm.default and count[line.args[0]] == 1:
+            flipped: list[Ref] = []
+            for factor in reversed(product.args):
+                source = made.get(factor)
+                if source is not None and (source.operation, source.args[1:]) == flip:
+                    flipped.append(source.args[0])
+                else:
+                    flipped.append(Ref(free))
+                    lines.append(Line(aten.transpose.int, (factor, 1, 2), {}, [Ref(free)], False))
+                    free += 1
+            line = Line(aten.bmm.default, tuple(flipped), {}, line.given, False)
+        lines.append(line)
+    return Tape(tape.inputs, lines, tape.outputs, tape.constants)
+
+
+def descending(tape: Tape, weights: Sequence[Ref], rate: float) -> Tape:
+    """The tape with `weights -= rate * gradient` at its end; its first outputs, the gradients, are dropped.
+
+    A gradient that is a product is subtracted as it is made: it is never written (MLP, 9 clients: 1.2 times as fast).
+    """
+    count = uses(tape)
+    products = {line.given[0]: line for line in tape.lines if line.operation is aten.bmm.default}
+    lines, steps = list(tape.lines), []
+    for weight, gradient in zip(weights, tape.outputs[: len(weights)], strict=True):
+        product = products.get(gradient)
+        if product is not None and count[gradient] == 1:
+            lines.remove(product)
+            steps.append(Line(aten.baddbmm_.default, (weight, *product.args), {"alpha": -rate}, [], False))
+        else:
+            steps.append(Line(aten.add_.Tensor, (weight, gradient), {"alpha": -rate}, [], False))
+    return Tape(tape.inputs, lines + steps, tape.outputs[len(weights) :], tape.constants)
+
+
+def _biased(tape: Tape) -> Tape:
+    """bmm, then add: one operation instead of two."""
+    count = uses(tape)
+    products = {line.given[0]: line for line in tape.lines if line.operation is aten.bmm.default}
+    for line in tape.lines:
+        if line.operation is aten.add.Tensor and line.shaped and not line.kwargs:
+            for place in (0, 1):
+                product = line.args[place]
+                if line.shaped[place] and product in products and count[product] == 1:
+                    line.operation = aten.baddbmm.default
+                    line.args = (line.args[1 - place], *products[product].args)
+                    break
+    return tape
+
+
+def _used(tape: Tape) -> Tape:
+    wanted = set(refs(tape.outputs))
+    kept = []
+    for line in reversed(tape.lines):
+        if writes(line) or any(ref in wanted for ref in line.given if ref is not None):
+            wanted.update(refs([line.args, line.kwargs]))
+            kept.append(line)
+    return Tape(tape.inputs, kept[::-1], tape.outputs, tape.constants)
+
+
+def _replaced(value: Any, by: dict[Ref, Ref]) -> Any:
+    if isinstance(value, Ref):
+        return by.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(part, by) for part in value)
+    if isinstance(value, dict):
+        return {key: _replaced(part, by) for key, part in value.items()}
+    return value
