@@ -239,6 +239,22 @@ def test_a_finished_run_is_played(played: Path, opened: Open, scheme: str, size:
         found.clean()
 
 
+def test_frames_without_any_room_do_no_harm(played: Path, opened: Open) -> None:
+    with watched(played) as url:
+        found = opened(url)
+        tab = found.page
+        found.until("document.getElementById('state').textContent === 'replay'")
+        until(lambda: found.number("Updates") > 100)  # every chart has something to draw
+        for style in ("display: none", "width: 12px", "height: 3px; overflow: hidden"):
+            tab.evaluate("style => { document.getElementById('page').style = style; }", style)
+            time = tab.inner_text("#at")
+            tab.evaluate("time => { window.before = time; }", time)
+            found.until("document.getElementById('at').textContent !== window.before")
+        tab.evaluate("document.getElementById('page').style = ''")
+        until(lambda: all(found.colours(name) > 3 for name in CARDS))
+        found.clean()
+
+
 def test_keys_and_labels_are_enough(played: Path, opened: Open) -> None:
     with watched(played) as url:
         found = opened(url, reduced_motion="reduce")  # no motion: it opens at the end, and does not play

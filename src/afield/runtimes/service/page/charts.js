@@ -14,11 +14,15 @@ export function colours() {
   return found;
 }
 
-// A canvas of the size that it is shown in, in device pixels; its context draws in CSS pixels.
+const LEAST = { width: 120, height: 60 }; // axes and their numbers need as much
+
+// A canvas of the size that it is shown in, in device pixels; its context draws in CSS pixels. Where it is not shown, or
+// all but (a browser can draw a frame before it has laid out the page), it draws as if it had the least room.
 export function sized(canvas) {
-  const { width, height } = canvas.getBoundingClientRect();
+  const box = canvas.getBoundingClientRect();
+  const [width, height] = [Math.max(box.width, LEAST.width), Math.max(box.height, LEAST.height)];
   const scale = devicePixelRatio || 1;
-  const [w, h] = [Math.round(width * scale), Math.round(height * scale)];
+  const [w, h] = [Math.round(box.width * scale), Math.round(box.height * scale)];
   if (canvas.width !== w || canvas.height !== h) [canvas.width, canvas.height] = [w, h];
   const context = canvas.getContext("2d");
   context.setTransform(scale, 0, 0, scale, 0, 0);
