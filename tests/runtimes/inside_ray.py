@@ -32,8 +32,8 @@ from afield.scenarios.data import ClientData, ListedData
 from afield.scenarios.delays import Exponential
 from afield.scenarios.schedulers import Concurrency
 from afield.strategies import FedAsync, FedBuff, Scaffold
+from afield.training.alone import alone
 from afield.training.choose import Training
-from afield.training.lane import alone
 from afield.training.local import Local, LoopTrainer
 
 CLIENTS, EACH, SEED = 12, 20, 5

@@ -16,8 +16,8 @@ from afield.core.types import Task
 from afield.runtimes.actor import Actor, Kit, to_bytes
 from afield.runtimes.line import Line, call
 from afield.runtimes.simulate import threads
+from afield.training.alone import alone
 from afield.training.choose import Training
-from afield.training.lane import alone
 from afield.training.local import Local
 
 LOCAL, SEED = Local(batch=5, rate=0.1), 3

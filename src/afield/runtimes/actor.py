@@ -19,8 +19,8 @@ from afield.core.protocols import Data, Trainer
 from afield.core.types import Task
 from afield.runtimes.line import Door, Line, Place
 from afield.scenarios.data import ClientData
+from afield.training.alone import alone
 from afield.training.choose import Training, trainer
-from afield.training.lane import alone
 from afield.training.local import Local
 from afield.training.pages import keep_pages
 

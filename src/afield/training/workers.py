@@ -28,7 +28,7 @@ from afield.core.errors import InputError, within
 from afield.core.flat import Layout, finite
 from afield.core.protocols import Data
 from afield.core.types import LocalResult, Task
-from afield.training.lane import LaneTrainer, alone
+from afield.training.alone import AloneTrainer, alone
 from afield.training.local import Local, LoopTrainer
 from afield.training.pages import keep_pages
 
@@ -53,7 +53,7 @@ def cores() -> int:
 
 
 class WorkersTrainer:
-    """What `alone` (training/lane.py) gives under one thread, to the bit, whichever process trains a task.
+    """What `alone` (training/alone.py) gives under one thread, to the bit, whichever process trains a task.
 
     The processes are forked at the first `train` and stay: they inherit module, data and settings as they are, so
     nothing is pickled and any data set will do, but later changes here do not reach them. As for torch's
@@ -224,7 +224,7 @@ class _Desk:
 class _Worker:
     """A process and the pipe to it; with two desks, so that the next task lies ready when one ends."""
 
-    def __init__(self, loop: LaneTrainer | LoopTrainer) -> None:
+    def __init__(self, loop: AloneTrainer | LoopTrainer) -> None:
         self._desks = [_Desk(loop.layout) for _ in range(DESKS)]
         self._free = deque(range(DESKS))
         self.flight: deque[tuple[int, _Job]] = deque()  # desk and job, in the order of their answers
@@ -269,7 +269,7 @@ class _Worker:
         )
 
 
-def _work(loop: LaneTrainer | LoopTrainer, pipe: Connection, desks: Sequence[_Desk]) -> None:
+def _work(loop: AloneTrainer | LoopTrainer, pipe: Connection, desks: Sequence[_Desk]) -> None:
     """What a process does: one task after another, until the other end of its pipe is closed."""
     for end in list(_ENDS):
         end.close()
@@ -293,7 +293,7 @@ def _work(loop: LaneTrainer | LoopTrainer, pipe: Connection, desks: Sequence[_De
 
 
 def _on_one_thread(
-    loop: LaneTrainer | LoopTrainer,
+    loop: AloneTrainer | LoopTrainer,
     tasks: Sequence[Task],
     bases: Sequence[Tensor],
     corrections: Sequence[Tensor | None],

@@ -13,7 +13,7 @@ from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData
-from afield.training.lane import LaneTrainer, alone
+from afield.training.alone import AloneTrainer, alone
 from afield.training.local import Local, LoopTrainer
 from afield.training.tape import CannotRecord
 from afield.training.workers import WorkersTrainer
@@ -68,10 +68,10 @@ def close(one: Sequence[LocalResult], two: Sequence[LocalResult]) -> None:
 def test_models_are_those_of_the_loop(options: dict[str, Any], corrected: bool, dropout: bool) -> None:
     module = cnn(nn.Dropout(0.5)) if dropout else cnn()
     local = Local(**{"batch": 4, "rate": 0.05, **options})
-    lane, given = LaneTrainer(module, pool(), local, SEED), block(module, corrected)
+    trainer, given = AloneTrainer(module, pool(), local, SEED), block(module, corrected)
     expected = LoopTrainer(module, pool(), local, SEED).train(*given)
-    close(lane.train(*given), expected)
-    close(lane.train(*given), expected)  # nothing is left of the tasks before
+    close(trainer.train(*given), expected)
+    close(trainer.train(*given), expected)  # nothing is left of the tasks before
 
 
 def test_frozen_weights_stay() -> None:
@@ -89,7 +89,7 @@ def test_workers_give_the_same_bits() -> None:
         pytest.skip("torch forks no process that can train once autograd has run beside a GPU: hide it")
     module, local = cnn(), Local(batch=4, momentum=0.5)
     given = block(module, corrected=True)
-    expected = LaneTrainer(module, pool(), local, SEED).train(*given)
+    expected = AloneTrainer(module, pool(), local, SEED).train(*given)
     with WorkersTrainer(module, pool(), local, SEED, workers=2) as trainer:
         found = trainer.train(*given)
     assert all(torch.equal(a.model, b.model) for a, b in zip(found, expected, strict=True))
@@ -112,7 +112,7 @@ class Viewed(nn.Module):
 def test_other_models_are_trained_by_the_loop_to_the_bit(module: nn.Module) -> None:
     given, local = block(module), Local(batch=4)
     with pytest.raises(CannotRecord):
-        LaneTrainer(module, pool(), local, SEED)
+        AloneTrainer(module, pool(), local, SEED)
     found = alone(module, pool(), local, SEED)
     assert isinstance(found, LoopTrainer)
     expected = LoopTrainer(module, pool(), local, SEED).train(*given)
@@ -130,7 +130,7 @@ def test_failures_name_the_task_as_the_loop_does() -> None:
         with pytest.raises((InputError, RuntimeError)) as expected:
             LoopTrainer(module, pool(), local, SEED).train(*given)
         with pytest.raises(type(expected.value)) as found:
-            LaneTrainer(module, pool(), local, SEED).train(*given)
+            AloneTrainer(module, pool(), local, SEED).train(*given)
         assert str(found.value) == str(expected.value)
     with pytest.raises(ValueError, match="shorter"):
-        LaneTrainer(module, pool(), local, SEED).train(tasks, bases[:1], none)
+        AloneTrainer(module, pool(), local, SEED).train(tasks, bases[:1], none)

@@ -26,7 +26,7 @@ from afield.training.tape import CannotRecord
 log = logging.getLogger("afield")
 
 
-class LaneTrainer(BlockTrainer):
+class AloneTrainer(BlockTrainer):
     """Trains one task after another by one client's tape, images and kernels in channels-last memory.
 
     Without autograd, and in that order of memory, where pooling is quick, one thread makes more steps than the loop:
@@ -102,10 +102,10 @@ class LaneTrainer(BlockTrainer):
 
 def alone(
     module: nn.Module, data: Data, local: Local, seed: int, loss: str = "cross-entropy"
-) -> LaneTrainer | LoopTrainer:
+) -> AloneTrainer | LoopTrainer:
     """The trainer of a process that has one thread: by tape, where the model allows it."""
     try:
-        return LaneTrainer(module, data, local, seed, loss)
+        return AloneTrainer(module, data, local, seed, loss)
     except CannotRecord as reason:
         log.info("this model is trained by autograd, not by tape: %s", reason)
         return LoopTrainer(pooled(copy.deepcopy(module)), data, local, seed, loss)
