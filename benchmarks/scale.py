@@ -25,8 +25,9 @@ from torch import Tensor
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, ServerState, Task, Update
 from afield.runtimes.flows import FreeFlow
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import block_limit
-from afield.runtimes.simulator import Measurement, Simulator
+from afield.runtimes.simulator import Simulator
 from afield.runtimes.terms import Measuring, Stop
 from afield.scenarios.availability import Always
 from afield.scenarios.delays import Exponential

@@ -19,7 +19,7 @@ from afield.cli import main
 from afield.experiments.config import Config, experiment, load_class, presets, read
 from afield.experiments.run import prepare
 from afield.reports import load
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.strategies import FedAsync
 
 ROOT = Path(__file__).parent.parent

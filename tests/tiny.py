@@ -8,7 +8,7 @@ from typing import Any
 from afield.experiments.codec import merge
 from afield.experiments.config import Config, config
 from afield.experiments.run import prepare, run
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 
 TINY: dict[str, Any] = {
     "label": "tiny",

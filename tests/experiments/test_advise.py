@@ -16,7 +16,7 @@ from afield.experiments.codec import merge
 from afield.experiments.config import Config, config, experiment, presets, read
 from afield.experiments.probe import Facts, label_distance, measure
 from afield.experiments.run import prepare
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.scenarios.data import ClientData
 
 IID = {"name": "iid"}

@@ -17,7 +17,7 @@ from afield.core.errors import InputError
 from afield.experiments.config import Config, experiment, presets, read
 from afield.experiments.run import prepare, run
 from afield.reports import load
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.strategies import STRATEGIES
 
 # Strategies that let every client go on at once (ace holds clients back while it warms up; fedavg has rounds).

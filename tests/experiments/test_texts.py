@@ -19,7 +19,7 @@ from afield.core.flat import Layout
 from afield.experiments.codec import merge
 from afield.experiments.config import Config, config
 from afield.experiments.run import prepare, run
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

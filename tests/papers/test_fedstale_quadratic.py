@@ -9,7 +9,7 @@ import torch
 
 from afield.experiments.config import experiment, presets, read
 from afield.experiments.run import prepare
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.scenarios.data import Quadratic
 
 SHORTER = ["local.rate=0.002", "stop.versions=2400", "measure.versions=20"]

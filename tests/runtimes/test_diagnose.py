@@ -17,8 +17,8 @@ from torch import nn
 from afield.core.errors import InputError
 from afield.experiments.run import prepare
 from afield.runtimes import diagnose
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import Result, simulate
-from afield.runtimes.simulator import Measurement
 from afield.scenarios.data import ClientData
 from afield.scenarios.delays import LogNormal
 from afield.strategies import ACE, ACED, ASGD, CA2FL, STRATEGIES, DelayAdaptiveASGD, FedBuff

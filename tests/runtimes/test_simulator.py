@@ -16,8 +16,9 @@ from afield.core.errors import InputError
 from afield.core.keys import exponential
 from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import _flow
-from afield.runtimes.simulator import ARRIVE, Measurement, Simulator
+from afield.runtimes.simulator import ARRIVE, Simulator
 from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import Always, Dropout, OnOff
 from afield.scenarios.schedulers import (

@@ -15,7 +15,7 @@ import afield
 from afield.core.errors import InputError
 from afield.experiments.config import config
 from afield.experiments.run import prepare
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.scenarios.data import ClientData
 from afield.scenarios.images import CIFAR10, Synthetic
 from afield.training.local import Local

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from afield.cli.screen import screen
 from afield.core.types import Receipt
 from afield.experiments.config import Config
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 from afield.runtimes.terms import Stop
 
 REFRESH = 0.1  # seconds between redraws: drawing every receipt would cost more than the run

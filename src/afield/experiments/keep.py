@@ -30,7 +30,8 @@ from afield.experiments.config import Config, Saving, config
 from afield.experiments.costs import Tally
 from afield.experiments.folder import CONFIG, START, STORE, SUMMARY, RunFolder, new_folder
 from afield.runtimes.picture import kinds, picture, restore
-from afield.runtimes.simulator import Measurement, Simulator
+from afield.runtimes.rows import Measurement
+from afield.runtimes.simulator import Simulator
 from afield.store.owner import Owner
 from afield.store.pack import DamagedError
 from afield.store.snapshot import Snapshots

@@ -22,8 +22,8 @@ from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.experiments.config import Config
 from afield.experiments.people import PROBES
 from afield.experiments.run import dealt, load_data
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import assemble
-from afield.runtimes.simulator import Measurement
 from afield.runtimes.terms import Stop
 from afield.scenarios.availability import Always
 from afield.scenarios.data import ClientData, Dataset

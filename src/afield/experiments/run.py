@@ -25,8 +25,9 @@ from afield.experiments.people import halves, people
 from afield.experiments.texts import More, tokenised
 from afield.experiments.trackers import check
 from afield.runtimes.ray import RayTrainer
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import assemble, block_limit, thread_count, threads
-from afield.runtimes.simulator import Measurement, Simulator, Wanted
+from afield.runtimes.simulator import Simulator, Wanted
 from afield.scenarios.data import ClientData, Dataset, pooled
 from afield.scenarios.texts import Texts
 from afield.training.block import BlockTrainer

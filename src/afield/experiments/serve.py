@@ -20,11 +20,11 @@ from afield.experiments.folder import check_new, environment, write_receipts
 from afield.experiments.keep import SHARE
 from afield.experiments.own import own_evaluator, own_module
 from afield.experiments.run import prepare
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.plans import plan_for
 from afield.runtimes.service.privacy import Privacy, Private, secret
 from afield.runtimes.service.service import Parts, Terms
 from afield.runtimes.service.trust import Book, write_secret
-from afield.runtimes.simulator import Measurement
 from afield.scenarios.schedulers import Bernoulli, Cohort
 from afield.store.live import Durable
 

@@ -11,8 +11,9 @@ from afield.experiments.folder import STORE
 from afield.experiments.keep import Asking, StoppedError, kept
 from afield.experiments.kin import Kin
 from afield.experiments.run import Prepared, prepare
+from afield.runtimes.rows import Measurement
 from afield.runtimes.simulate import threads
-from afield.runtimes.simulator import Measurement, Wanted
+from afield.runtimes.simulator import Wanted
 from afield.training.block import BlockTrainer
 from afield.training.deal import joined
 

@@ -23,7 +23,8 @@ from afield.runtimes.diagnose import ObservedServer
 from afield.runtimes.flow import Flow
 from afield.runtimes.flows import FreeFlow, SampledFlow, TickFlow
 from afield.runtimes.rounds import RoundFlow
-from afield.runtimes.simulator import Measurement, Simulator
+from afield.runtimes.rows import Measurement
+from afield.runtimes.simulator import Simulator
 from afield.runtimes.terms import Manners, Measuring, Stop
 from afield.scenarios.availability import Always
 from afield.scenarios.data import ClientData, ListedData, client_data, pooled

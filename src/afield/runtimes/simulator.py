@@ -12,10 +12,9 @@ import math
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from afield.core.server import Server
 from afield.core.types import LocalResult, Receipt, Scene, Task
 from afield.runtimes.diagnose import Diagnosis
 from afield.runtimes.flow import Flow
+from afield.runtimes.rows import Measurement
 from afield.runtimes.terms import Manners, Measuring, Since, Stop
 
 ARRIVE, ABORT, WAKE, CLOSE, MEASURE = range(5)
@@ -35,26 +35,6 @@ NOW, FIRST, THEN, LAST = range(4)
 HOPELESS = 100  # so many models that are not finite, with nothing between them, end a run
 Event = tuple[float, int, int, int, int]  # time, order at that time, sequence, kind, what
 Ahead = Callable[[], LocalResult]  # a result that is being computed: the call waits for it
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """The model at one moment."""
-
-    time: float
-    wall: float
-    version: int
-    updates: int
-    steps: int  # local steps of those updates
-    bytes: int
-    staleness: float | None  # mean over the updates since the last measurement
-    train_loss: float | None  # likewise
-    values: Mapping[str, Any]
-    clients: Mapping[str, list[Any]] | None = None  # the same of each client, where the run is diagnosed
-
-    def row(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in self.__slots__ if name not in ("values", "clients")}
-        return {**row, **self.values}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from afield.core.errors import InputError
 from afield.core.types import Receipt
 from afield.experiments.join import Train, by_config
 from afield.experiments.run import prepare
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.client import RemoteTask
-from afield.runtimes.simulator import Measurement
 
 ALIKE = [column.name for column in fields(Receipt) if column.name not in ("number", "started", "arrived")]
 FREE = ["fedasync", "fedbuff", "mr-asyncfl", "twafl", "ca2fl", "fadas", "ace", "fedac", "delay-adaptive-asgd"]

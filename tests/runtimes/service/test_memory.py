@@ -17,9 +17,9 @@ from afield.core.errors import InputError
 from afield.core.types import Receipt
 from afield.experiments.join import by_config
 from afield.experiments.run import prepare
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.client import Client, RemoteTask
 from afield.runtimes.service.memory import Memory
-from afield.runtimes.simulator import Measurement
 
 
 class Lossy:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import rows_of, tiny
 
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.shares import Shares, rule_of
-from afield.runtimes.simulator import Measurement
 from afield.strategies import STRATEGIES
 
 RULES = {

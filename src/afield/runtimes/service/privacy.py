@@ -28,8 +28,8 @@ from torch import Tensor
 from afield.core.errors import InputError, within
 from afield.core.flat import Layout
 from afield.core.types import Task
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.trust import write_secret
-from afield.runtimes.simulator import Measurement
 from afield.strategies import FedBuff
 from afield.strategies.staleness import Constant
 

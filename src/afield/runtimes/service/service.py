@@ -21,6 +21,7 @@ from afield.core.errors import InputError, within
 from afield.core.flat import Layout
 from afield.core.protocols import Evaluator
 from afield.core.types import Receipt, Task
+from afield.runtimes.rows import Measurement
 from afield.runtimes.service.bodies import Room
 from afield.runtimes.service.events import KEPT, History, values_of
 from afield.runtimes.service.fold import Act, Batch, Door, Fold, Leased
@@ -32,7 +33,6 @@ from afield.runtimes.service.shares import Shares, rule_of
 from afield.runtimes.service.tasks import Desk
 from afield.runtimes.service.trust import Book, Rates
 from afield.runtimes.service.wire import Wire
-from afield.runtimes.simulator import Measurement
 from afield.runtimes.terms import Manners, Measuring
 
 log = logging.getLogger(__name__)
