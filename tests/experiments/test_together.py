@@ -60,10 +60,10 @@ def test_one_of_several_that_go_together_is_not_taken_up_alone(tmp_path: Path) -
 # -- reproductions ----------------------------------------------------------------------------------------
 
 
-def reproduced(folder: Path, **changes: Any) -> Callable[[], Path]:
+def reproduced(folder: Path, **changes: Any) -> Callable[..., Path]:
     folder.mkdir(exist_ok=True)
     name = written(folder, scales={"smoke": {"stop": {"updates": 20}}}, **changes)
-    return lambda: reproducing.reproduce(name, scale="smoke", out=folder / "out", say=quiet)
+    return lambda **more: reproducing.reproduce(name, scale="smoke", out=folder / "out", say=quiet, **more)
 
 
 def every(folder: Path) -> dict[str, Any]:
@@ -105,6 +105,35 @@ def test_a_reproduction_goes_on_inside_the_run_that_was_stopped(
     command = f"afield reproduce {file} --scale smoke --out {out}"
     assert set(said) == {f"stopped, all is saved; go on by: {command}"}
     assert every(out) == every(whole)
+
+
+def test_who_runs_everything_goes_on_with_the_shares_that_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, shares = {"sweep": {"together": True, "limit": 3}}, ((1, 2), (2, 2))
+    for share in shares:
+        whole = reproduced(tmp_path / "whole", **sweep)(share=share)
+    go, out = reproduced(tmp_path / "pieces", **sweep), tmp_path / "pieces" / "out"
+    inner = reproducing.run_together
+    calls: list[tuple[str, bool]] = []
+
+    def interrupted(prepared: Any, places: Any, store: Path, *, again: bool, asking: Any) -> Any:
+        """Ctrl-C after 9 rows of each share."""
+        calls.append((store.name, again))
+        for number, row in enumerate(inner(prepared, places, store, again=again, asking=asking), 1):
+            if number == 9 and not again:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield row
+
+    monkeypatch.setattr(reproducing, "run_together", interrupted)
+    for share in shares:
+        with pytest.raises(StoppedError, match=f"--share {share[0]}/2"):
+            go(share=share)
+    assert len(list(out.glob("store-*"))) == 2
+    go()
+    assert calls == [(f"store-{n}-of-2", again) for again in (False, True) for n in (1, 2)]
+    assert every(out) == every(whole)
+    assert not list(out.glob("store*"))
 
 
 def test_a_finished_group_whose_store_was_left_is_not_run_again(tmp_path: Path) -> None:

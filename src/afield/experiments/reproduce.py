@@ -25,7 +25,7 @@ from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
 from afield.experiments.run import prepare, run
 from afield.experiments.sweep import prepare_all, run_together
-from afield.runtimes.simulator import Measurement
+from afield.runtimes.rows import Measurement
 
 PLAN = "plan.json"
 Say = Callable[[str], None]
@@ -143,7 +143,7 @@ def carry_out(
     if wanted:
         say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
     with stoppable(again) as asking:
-        _run(_groups(wanted, preset.sweep(scale), store), store, asking, say)
+        _run(_groups(wanted, preset.sweep(scale), store, share), asking, say)
     if importlib.util.find_spec("pyarrow") is None:
         say(f"no pyarrow here: make the result elsewhere by {command} --out {folder} --collect")
         return folder
@@ -263,19 +263,40 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
 # -- the runs ---------------------------------------------------------------------------------------
 
 
-def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path) -> list[list[Job]]:
-    """What is missing, in the groups that go together; a group that was stopped goes on first, as it was."""
+@dataclass(frozen=True)
+class Group:
+    """Runs that go together, and where what they share is stored."""
+
+    jobs: list[Job]
+    store: Path
+
+    @property
+    def names(self) -> list[str]:
+        return [os.path.relpath(job.folder, self.store.parent) for job in self.jobs]
+
+
+def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path, share: Share) -> list[Group]:
+    """What is missing, in the groups that go together; those that were stopped go on first, as they were.
+
+    Who runs everything also goes on with what shares of it were stopped at.
+    """
     places = {os.path.relpath(job.folder, store.parent): job for job in wanted}
-    names = stopped_group(store)
-    first = [places[name] for name in names if name in places]
-    if len(first) < len(names) or not all(_same(job) for job in first):
-        first = []  # other runs, or others of the same name
-    rest = [job for job in wanted if job not in first and not finished(job.folder)]
+    stores = [store, *(sorted(store.parent.glob(f"{STORE}-*-of-*")) if share == (1, 1) else [])]
+    stopped: list[Group] = []
+    taken: list[Job] = []
+    for one in stores:
+        names = stopped_group(one)
+        jobs = [places[name] for name in names if name in places]
+        # not where they are other runs, or others of the same name
+        if jobs and len(jobs) == len(names) and all(_same(job) and job not in taken for job in jobs):
+            stopped.append(Group(jobs, one))
+            taken += jobs
+    rest = [job for job in wanted if job not in taken and not finished(job.folder)]
     for job in wanted:
-        if finished(job.folder) and job not in first:
+        if finished(job.folder) and job not in taken:
             clear(job.folder / STORE)
     width = sweep.limit if sweep.together else 1
-    return ([first] if first else []) + [rest[start : start + width] for start in range(0, len(rest), width)]
+    return stopped + [Group(rest[at : at + width], store) for at in range(0, len(rest), width)]
 
 
 def _same(job: Job) -> bool:
@@ -287,27 +308,27 @@ def _same(job: Job) -> bool:
     return there.runtime.device == job.config.runtime.device and not _difference(job.config, there)
 
 
-def _run(groups: Sequence[list[Job]], store: Path, asking: Asking, say: Say) -> None:
-    done, began, total = 0, time.perf_counter(), sum(map(len, groups))
+def _run(groups: Sequence[Group], asking: Asking, say: Say) -> None:
+    done, began, total = 0, time.perf_counter(), sum(len(group.jobs) for group in groups)
     for group in groups:
+        jobs, store = group.jobs, group.store
         # what was trained in common blocks can only go on as it was; a run alone by its own store
-        names = [os.path.relpath(job.folder, store.parent) for job in group]
-        again = _same(group[0]) if len(group) == 1 else names == stopped_group(store)
-        configs = [stored(job.folder) if again else job.config for job in group]
+        again = _same(jobs[0]) if len(jobs) == 1 else group.names == stopped_group(store)
+        configs = [stored(job.folder) if again else job.config for job in jobs]
         if not again:
-            for job in group:
+            for job in jobs:
                 shutil.rmtree(job.folder, ignore_errors=True)
-            if len(group) > 1:
+            if len(jobs) > 1:
                 shutil.rmtree(store, ignore_errors=True)
-        prepared = prepare_all(configs) if len(group) > 1 else [prepare(configs[0])]
-        if len(group) == 1:
-            alone = run(prepared[0], group[0].folder, again=again, asking=asking)
+        prepared = prepare_all(configs) if len(jobs) > 1 else [prepare(configs[0])]
+        if len(jobs) == 1:
+            alone = run(prepared[0], jobs[0].folder, again=again, asking=asking)
             rows: Any = ((0, row) for row in alone)
         else:
-            places = [job.folder for job in group]
+            places = [job.folder for job in jobs]
             rows = run_together(prepared, places, store, again=again, asking=asking)
         last = {number: row for number, row in rows if isinstance(row, Measurement)}
-        for number, job in enumerate(group):
+        for number, job in enumerate(jobs):
             done += 1
             if number not in last:
                 continue  # it was finished when the others were stopped
