@@ -57,3 +57,11 @@ class Kin:
         if key not in self.pools:
             self.pools[key] = Twins.of(dataset, partition.others(dataset.targets))
         return self.pools[key].data(parts, seen)
+
+    def evaluator(self, key: Any, groups: dict[str, Tensor] | None) -> Evaluate | None:
+        """One for these groups, where a run that agrees has been prepared."""
+        return self.evaluators[key].sibling(groups) if key in self.evaluators else None
+
+    def trainer(self, key: Any, data: ClientData, seed: int) -> BlockTrainer | None:
+        """One for these clients, likewise."""
+        return self.trainers[key].sibling(data, seed) if key in self.trainers else None

@@ -55,47 +55,32 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
 
     `kin` remembers what runs that are to be trained together share: those that fit have one engine.
     """
-    scenario = config.scenario
-    device = config.runtime.device
+    scenario, device = config.scenario, config.runtime.device
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f'runtime.device = {device!r}, but torch sees no CUDA device: use device = "cpu"')
     check(config.log)
     dataset, model, more = load_data(config)
     parts, targets = dealt(config, dataset)
-    if kin is None:
-        data = ClientData(dataset.inputs, targets, parts)
-    else:
+    data = ClientData(dataset.inputs, targets, parts)
+    if kin is not None:
         data = kin.data(dataset, scenario.partition, parts, targets)
     module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, config.seed)
     check_fits(module, dataset.inputs[:1], dataset.classes, dataset.loss)
     layout = Layout.of(module)
     block = config.runtime.block or block_limit(layout.size)
-    groups = halves(config, dataset, data)
+    known = Kin() if kin is None else kin
     # by what "auto" stands for, as the config of a run that is taken up names it
     training = config.training
     if training.method == "auto":
         training = training.by(method_for(module, device))
-    alike = (dataset, config.model, training, device)
-    if kin is not None and alike in kin.evaluators:
-        evaluator = kin.evaluators[alike].sibling(groups)
-    else:
-        evaluator = Evaluate(
-            module,
-            dataset.test_inputs,
-            dataset.test_targets,
-            dataset.classes,
-            dataset.loss,
-            groups=groups,
-            device=device,
-            precision=config.training.precision,
-            channels_last=config.training.channels_last,
-            more=more,
-        )
+    groups, tests = halves(config, dataset, data), (dataset, config.model, training, device)
+    evaluator = known.evaluator(tests, groups) or _evaluator(config, dataset, module, groups, more)
+    known.evaluators.setdefault(tests, evaluator)
     # a label that a partition has changed makes another pool, unless that has room for both
     pool = (id(data.inputs), id(data.targets))
     key = (pool, dataset.loss, config.model, config.local, training, device)
-    trainers = {} if kin is None or getattr(config.strategy, "pooled", False) else kin.trainers
-    by: Trainer | None = trainers[key].sibling(data, config.seed) if key in trainers else None
+    alike = not getattr(config.strategy, "pooled", False)
+    by: Trainer | None = known.trainer(key, data, config.seed) if alike else None
     actors = None
     if config.runtime.name == "ray":
         by = on_ray(config, module, data, dataset.loss)
@@ -123,10 +108,8 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     )
     if simulator.server.refines and simulator.server.distiller is not None:
         simulator.server.distiller = Timed(simulator.server.distiller)
-    if kin is not None:
-        kin.evaluators.setdefault(alike, evaluator)
-    if isinstance(simulator.trainer, BlockTrainer):
-        trainers.setdefault(key, simulator.trainer)
+    if alike and isinstance(simulator.trainer, BlockTrainer):
+        known.trainers.setdefault(key, simulator.trainer)
     method = simulator.trainer.method
     count = config.runtime.threads or thread_count(layout.size, method)
     table = choose(config.runtime.table, simulator.server.state)
@@ -137,6 +120,23 @@ def prepare(config: Config, kin: Kin | None = None) -> Prepared:
     )
     told = people(config, dataset, data, relabelled=targets is not dataset.targets)
     return Prepared(config, module, simulator, told)
+
+
+def _evaluator(
+    config: Config, dataset: Dataset, module: nn.Module, groups: dict[str, Tensor] | None, more: More | None
+) -> Evaluate:
+    return Evaluate(
+        module,
+        dataset.test_inputs,
+        dataset.test_targets,
+        dataset.classes,
+        dataset.loss,
+        groups=groups,
+        device=config.runtime.device,
+        precision=config.training.precision,
+        channels_last=config.training.channels_last,
+        more=more,
+    )
 
 
 def on_ray(config: Config, module: nn.Module, data: ClientData, loss: str) -> RayTrainer:
