@@ -40,7 +40,48 @@ def simplified(tape: Tape) -> Tape:
             made[given] = line
         lines.append(line)
     tape = Tape(tape.inputs, lines, _replaced(tape.outputs, stand_in), tape.constants)
-    return _used(_biased(_used(_upright(_used(tape)))))
+    tape = _used(_upright(_used(tape)))
+    return _used(_biased(_pooled_first(tape) if pure else tape))
+
+
+def _pooled_first(tape: Tape) -> Tape:
+    """Max pooling of a ReLU as the ReLU of max pooling: the same bits both ways, and far fewer of them (a CNN: 1.04).
+
+    Where the largest of a window is not positive, both give 0 and hand back 0; else it is the same one.
+    """
+    readers: dict[Ref, list[Line]] = {}
+    for line in tape.lines:
+        for ref in refs([line.args, line.kwargs]):
+            readers.setdefault(ref, []).append(line)
+    told = set(refs(tape.outputs))
+    free = 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
+    pools = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
+    instead: dict[int, list[Line]] = {}  # of a line
+    for line in tape.lines:
+        relu = line.given[0] if line.operation is aten.relu.default else None
+        if relu is None or relu in told or len(readers.get(relu, ())) != 3:
+            continue
+        pool, back, mask = readers[relu]
+        if (pool.operation, back.operation, back.args[1]) != (*pools, relu):
+            continue
+        if (mask.operation, mask.args) != (aten.threshold_backward.default, (back.given[0], relu, 0)):
+            continue
+        if mask.args[0] in told or len(readers[mask.args[0]]) != 1:
+            continue
+        source, (least, places) = line.args[0], pool.given
+        highest, gradient = Ref(free), Ref(free + 1)
+        free += 2
+        instead[id(line)] = instead[id(mask)] = []
+        instead[id(pool)] = [
+            Line(pool.operation, (source, *pool.args[1:]), pool.kwargs, [highest, places], True),
+            Line(line.operation, (highest,), {}, [least], False),
+        ]
+        instead[id(back)] = [
+            Line(mask.operation, (back.args[0], least, 0), {}, [gradient], False),
+            Line(back.operation, (gradient, source, *back.args[2:]), back.kwargs, mask.given, False),
+        ]
+    lines = [one for line in tape.lines for one in instead.get(id(line), [line])]
+    return Tape(tape.inputs, lines, tape.outputs, tape.constants)
 
 
 def _upright(tape: Tape) -> Tape:
