@@ -133,3 +133,14 @@ def test_find_goes_two_folders_down_and_takes_each_run_once(tmp_path: Path) -> N
         names("deep")
     with pytest.raises(LoadError, match="nowhere is not a folder"):
         names("other", "nowhere")
+
+
+def test_runs_of_an_experiment_keep_its_order(tmp_path: Path) -> None:
+    for name in ("a-0", "b-0", "c-0", "extra"):
+        write(tmp_path / name, name)
+    file = tmp_path / "experiment.toml"
+    file.write_text("".join(f'[[runs]]\nfolder = "{name}"\n' for name in ("c-0", "a-0", "gone-0", "b-0")))
+    assert [run.label for run in find([tmp_path])] == ["c-0", "a-0", "b-0", "extra"]
+    for broken in ("not toml", "runs = 3", "[[runs]]\n", '[[runs]]\nfolder = ""\n'):
+        file.write_text(broken)
+        assert [run.label for run in find([tmp_path])] == ["a-0", "b-0", "c-0", "extra"]

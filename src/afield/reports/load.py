@@ -118,8 +118,19 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "config.toml").is_file():
         yield folder
     elif depth:
-        for child in sorted(filter(Path.is_dir, folder.iterdir()), key=_natural):
+        listed = _listed(folder / "experiment.toml")
+        children = sorted(filter(Path.is_dir, folder.iterdir()), key=_natural)
+        for child in sorted(children, key=lambda path: listed.get(path.name, len(listed))):
             yield from _run_folders(child, depth - 1)
+
+
+def _listed(file: Path) -> dict[str, int]:
+    """The places of an experiment's folders in its list of runs: tables and colours keep to it."""
+    try:
+        runs = tomllib.loads(file.read_text(encoding="utf-8"))["runs"]
+        return {Path(run["folder"]).parts[0]: place for place, run in reversed(list(enumerate(runs)))}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}  # no experiment, or not one that can be read: its runs are found all the same
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
