@@ -70,6 +70,7 @@ def test_pooling_before_a_relu_gives_the_same_bits(window: tuple[int, int, int])
         lambda x: (functional.max_pool2d(y := functional.relu(x), 2) + functional.max_pool2d(-y, 2)).sum(),
         lambda x: functional.max_pool2d(functional.leaky_relu(x), 2).sum(),
         lambda x: functional.relu(functional.max_pool2d(x, 2)).sum(),
+        lambda x: ((y := functional.relu(x)).exp() + y.sigmoid()).sum(),
     ],
 )
 def test_other_uses_of_a_relu_stay(function: Callable[[Tensor], Tensor]) -> None:

@@ -53,20 +53,24 @@ def _pooled_first(tape: Tape) -> Tape:
     for line in tape.lines:
         for ref in refs([line.args, line.kwargs]):
             readers.setdefault(ref, []).append(line)
-    told = set(refs(tape.outputs))
-    free = 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
-    pools = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
+    told, free = set(refs(tape.outputs)), _free(tape)
+    kinds = [
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool2d_with_indices_backward.default,
+        aten.threshold_backward.default,
+    ]
     instead: dict[int, list[Line]] = {}  # of a line
     for line in tape.lines:
         relu = line.given[0] if line.operation is aten.relu.default else None
         if relu is None or relu in told or len(readers.get(relu, ())) != 3:
             continue
         pool, back, mask = readers[relu]
-        if (pool.operation, back.operation, back.args[1]) != (*pools, relu):
+        if [pool.operation, back.operation, mask.operation] != kinds:
             continue
-        if (mask.operation, mask.args) != (aten.threshold_backward.default, (back.given[0], relu, 0)):
+        [large] = back.given
+        if back.args[1] != relu or mask.args != (large, relu, 0):
             continue
-        if mask.args[0] in told or len(readers[mask.args[0]]) != 1:
+        if large is None or large in told or len(readers[large]) != 1:
             continue
         source, (least, places) = line.args[0], pool.given
         highest, gradient = Ref(free), Ref(free + 1)
@@ -88,8 +92,7 @@ def _upright(tape: Tape) -> Tape:
     """(a b)^T as b^T a^T: a gradient in the layout of its weights, not across it (4 times as fast to subtract)."""
     count = uses(tape)
     flip = (aten.transpose.int, (1, 2))
-    made = {line.given[0]: line for line in tape.lines if line.given}
-    free = 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
+    made, free = {line.given[0]: line for line in tape.lines if line.given}, _free(tape)
     lines: list[Line] = []
     for line in tape.lines:
         product = made.get(line.args[0]) if (line.operation, line.args[1:]) == flip else None
@@ -139,6 +142,11 @@ def _biased(tape: Tape) -> Tape:
                     line.args = (line.args[1 - place], *products[product].args)
                     break
     return tape
+
+
+def _free(tape: Tape) -> int:
+    """A number that no tensor of the tape has, nor any above it."""
+    return 1 + max(ref.number for ref in (*tape.inputs, *(r for line in tape.lines for r in line.given if r)))
 
 
 def _used(tape: Tape) -> Tape:
