@@ -136,6 +136,27 @@ def test_who_runs_everything_goes_on_with_the_shares_that_were_stopped(
     assert not list(out.glob("store*"))
 
 
+def test_a_stopped_group_of_other_settings_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = reproduced(tmp_path, sweep={"together": True, "limit": 16})
+    inner = reproducing.run_together
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        for number, row in enumerate(inner(*arguments, **options), 1):
+            if number == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield row
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reproducing, "run_together", interrupted)
+        with pytest.raises(StoppedError):
+            go()
+    out = go(settings=["local.rate=0.07"])
+    places = list(out.rglob("summary.json"))
+    assert places and all(stored(place.parent).local.rate == 0.07 for place in places)
+
+
 def test_a_finished_group_whose_store_was_left_is_not_run_again(tmp_path: Path) -> None:
     """Killed after the last summary, before the store was removed."""
     go = reproduced(tmp_path, sweep={"together": True, "limit": 16})

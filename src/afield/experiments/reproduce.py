@@ -269,10 +269,7 @@ class Group:
 
     jobs: list[Job]
     store: Path
-
-    @property
-    def names(self) -> list[str]:
-        return [os.path.relpath(job.folder, self.store.parent) for job in self.jobs]
+    again: bool  # goes on where it was stopped
 
 
 def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path, share: Share) -> list[Group]:
@@ -289,14 +286,16 @@ def _groups(wanted: Sequence[Job], sweep: Sweep, store: Path, share: Share) -> l
         jobs = [places[name] for name in names if name in places]
         # not where they are other runs, or others of the same name
         if jobs and len(jobs) == len(names) and all(_same(job) and job not in taken for job in jobs):
-            stopped.append(Group(jobs, one))
+            stopped.append(Group(jobs, one, again=True))
             taken += jobs
     rest = [job for job in wanted if job not in taken and not finished(job.folder)]
     for job in wanted:
         if finished(job.folder) and job not in taken:
             clear(job.folder / STORE)
     width = sweep.limit if sweep.together else 1
-    return stopped + [Group(rest[at : at + width], store) for at in range(0, len(rest), width)]
+    parts = [rest[at : at + width] for at in range(0, len(rest), width)]
+    # what was trained in common blocks can only go on as it was; a run alone by its own store
+    return stopped + [Group(part, store, again=len(part) == 1 and _same(part[0])) for part in parts]
 
 
 def _same(job: Job) -> bool:
@@ -311,9 +310,7 @@ def _same(job: Job) -> bool:
 def _run(groups: Sequence[Group], asking: Asking, say: Say) -> None:
     done, began, total = 0, time.perf_counter(), sum(len(group.jobs) for group in groups)
     for group in groups:
-        jobs, store = group.jobs, group.store
-        # what was trained in common blocks can only go on as it was; a run alone by its own store
-        again = _same(jobs[0]) if len(jobs) == 1 else group.names == stopped_group(store)
+        jobs, store, again = group.jobs, group.store, group.again
         configs = [stored(job.folder) if again else job.config for job in jobs]
         if not again:
             for job in jobs:
