@@ -7,8 +7,10 @@ without graphs on a CPU, where the tests compare them with the loop.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +37,18 @@ def bucket(width: int) -> int:
     return power * 3 // 4 if power > 2 and width <= power * 3 // 4 else power
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: a graph of another trainer, freed during a capture, would break it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Recorded:
     """A function without arguments as a CUDA graph; on a CPU, the function itself."""
 
@@ -51,7 +65,7 @@ class Recorded:
                 function()  # libraries set themselves up outside of the capture
             here.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 function()
             self._replay = graph.replay
 

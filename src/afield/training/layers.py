@@ -97,10 +97,11 @@ class _Present(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, each = ctx.saved_tensors
-        _, slopes, sums = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
-        )
         deviation = (variance + ctx.eps).rsqrt()
+        # both pairs: a CPU reads the mean and the variance, a GPU the mean and the deviation
+        _, slopes, sums = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, mean, deviation, False, ctx.eps, [False, True, True]
+        )
         scale = weight * deviation
         tilt = scale * deviation * slopes
 
