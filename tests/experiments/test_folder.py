@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from afield.core.errors import InputError
 from afield.core.types import Receipt
 from afield.experiments import folder as folders
 from afield.experiments.config import config
-from afield.experiments.folder import RunFolder, check_new, environment, new_folder
+from afield.experiments.folder import RunFolder, check_new, environment, new_folder, write_whole
 from afield.experiments.run import prepare, run
 from afield.reports import load
 
@@ -181,3 +182,23 @@ def test_receipts_are_split_into_files(
     found = load.load(tmp_path / "run").receipts
     assert found.schema == load.RECEIPTS
     assert [tuple(row.values()) for row in found.to_pylist()] == [astuple(row) for row in rows]
+
+
+def test_a_file_that_several_write_is_whole_at_any_moment(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    texts = [json.dumps([number] * 2000 * (number + 1)) for number in range(4)]
+    write_whole(file, texts[0])
+
+    def often(text: str) -> None:
+        for _ in range(50):
+            write_whole(file, text)
+
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(often, text) for text in texts]
+        seen = {file.read_text()}
+        while not all(writer.done() for writer in writers):
+            seen.add(file.read_text())
+    for writer in writers:
+        writer.result()
+    assert seen <= set(texts)
+    assert [part.name for part in tmp_path.iterdir()] == ["plan.json"]

@@ -304,6 +304,14 @@ def test_shares_fill_one_folder(tmp_path: Path, together: bool) -> None:
     assert not list(out.glob("store*"))
 
 
+def test_a_share_may_begin_while_another_writes_the_plan(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".plan.json.7-7.draft").write_text("{")
+    reproduce(written(tmp_path), scale="smoke", out=out, collect=True, say=quiet)
+    assert json.loads((out / "plan.json").read_text())["scale"] == "smoke"
+
+
 @pytest.mark.parametrize("share", [(0, 3), (4, 3), (1, 0), (-1, -1)])
 def test_a_share_that_is_none(tmp_path: Path, share: tuple[int, int]) -> None:
     with pytest.raises(InputError, match=r"share -?\d/-?\d is none: give 1/[23] to [23]/[23]"):

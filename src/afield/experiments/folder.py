@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an expe
 ENVIRONMENT, METRICS, DIAGNOSTICS = "environment.json", "metrics.jsonl", "diagnostics.jsonl"
 CLIENTS = "clients.json"
 MODEL = "model.safetensors"
+DRAFT = ".draft"  # ends the name of what is being written
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
 ROWS = 50_000  # receipts per file
 log = logging.getLogger("afield")
@@ -207,8 +209,8 @@ def receipts_of(found: Mapping[str, Any]) -> list[Receipt]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
+    """Write a file that is there as a whole or not at all, whoever else writes it at that moment."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}{DRAFT}")
     with named(path, "write"):
         draft.write_text(text, encoding="utf-8")
         _synced(draft)

@@ -19,7 +19,7 @@ from typing import Any
 
 from afield.core.errors import InputError
 from afield.experiments.config import Config, Sweep
-from afield.experiments.folder import STORE
+from afield.experiments.folder import DRAFT, STORE, write_whole
 from afield.experiments.keep import Asking, clear, finished, stoppable, stored
 from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
@@ -189,7 +189,7 @@ def _check_stand_ins(preset: Preset, configs: Mapping[str, list[Config]], allowe
 def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], folder: Path) -> None:
     """Raise where a finished run of this folder is another one than is wanted."""
     plan = folder / PLAN
-    if folder.exists() and not plan.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not plan.is_file() and not (folder.is_dir() and _empty(folder)):
         raise InputError(f"{folder} exists and holds no reproduction: choose another --out, or remove it")
     for cell in cells:
         for place in sorted((folder / cell.folder).glob("seed-*")):
@@ -201,6 +201,11 @@ def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], fold
                 raise InputError(
                     f"{place} was run with {difference}: choose another --out, or remove what is there"
                 )
+
+
+def _empty(folder: Path) -> bool:
+    """Whether nothing is there but what another share may be writing just now."""
+    return all(part.name.endswith(DRAFT) for part in folder.iterdir())
 
 
 def _difference(wanted: Config, stored: Config) -> str:
@@ -257,7 +262,7 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
                 raise InputError(
                     f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
                 )
-    file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(plan, indent=1) + "\n")  # other shares may read it
 
 
 # -- the runs ---------------------------------------------------------------------------------------
