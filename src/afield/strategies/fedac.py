@@ -38,8 +38,9 @@ class FedAC:
     When: stale updates that point elsewhere than the model has moved since do harm, and clients drift: unlike
         data, many local steps. Clients send and receive control variates: twice the traffic.
     Differs: written from the public port, as the paper's text was not at hand; the correction is inside every
-        local step and the divisor is in steps (the SCAFFOLD form). A fresh update has no drift to agree with:
-        cosine 0.
+        local step and the divisor is in steps (the SCAFFOLD form). C is the port's: its weights sum to 1 in a
+        buffer where SCAFFOLD divides by N, so it is N / size times the mean of the C_i or more, and with N far
+        above `size` corrections outweigh gradients. A fresh update has no drift to agree with: cosine 0.
     Parameters:
         size: updates per step
         lr: the server's rate
