@@ -405,6 +405,66 @@ def test_tune_takes_plain_experiments_and_several_keys(tmp_path: Path) -> None:
     assert {best.choice for best in found} <= choices
 
 
+def test_a_grid_is_laid_over_the_settings(tmp_path: Path) -> None:
+    """A column says what its runs had, also where a setting is about the same key or another strategy."""
+    name = written(tmp_path)
+    settings = ["local.rate=0.5", "strategy.name=fedbuff"]
+    grid = ["local.rate=0.01,0.3", "strategy.size=2"]
+    folder, _ = tune(
+        name, grid, scale="smoke", only=["mixing", "even"], settings=settings, out=tmp_path / "out", say=quiet
+    )
+    for rate in (0.01, 0.3):
+        run = load(folder / f"mixing--even--local.rate={rate}--strategy.size=2" / "seed-3")
+        assert (run.config["local"]["rate"], run.config["strategy"]["size"]) == (rate, 2)
+        assert run.config["strategy"]["name"] == "fedbuff"
+
+
+def test_a_grid_of_arrays(tmp_path: Path) -> None:
+    name = written(tmp_path, model={"name": "mlp", "hidden": [4]})
+    _, found = tune(
+        name,
+        ["model.hidden=[4],[3, 3]", "scenario.partition=iid,dirichlet"],
+        scale="smoke",
+        only=["mixing", "even"],
+        out=tmp_path / "out",
+        say=quiet,
+    )
+    assert len(names(tmp_path / "out")) == 4
+    assert found[0].choice == ", ".join(found[0].settings)
+    assert [text.partition("=")[0] for text in found[0].settings] == ["model.hidden", "scenario.partition"]
+
+
+@pytest.mark.parametrize("key", ["seed", "seeds", "label", "name", "target"])
+def test_a_grid_of_what_is_no_setting_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InputError, match=f"the grid has '{key}', which is no setting to try"):
+        tune(written(tmp_path), [f"{key}=1,2"], out=tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("setting", ["seed=7", "seeds=[5, 6]"])
+def test_seeds_are_no_setting(tmp_path: Path, setting: str) -> None:
+    """They made runs of other seeds than their folders say, or fewer of them than were looked for."""
+    with pytest.raises(InputError, match="the seeds of a table are given by --seeds"):
+        reproduce(written(tmp_path), settings=[setting], out=tmp_path / "out", say=quiet)
+    with pytest.raises(InputError, match="the seeds of a table are given by --seeds"):
+        tune(written(tmp_path), ["local.rate=1"], settings=[setting], out=tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tune_goes_by_the_seed_of_a_plain_experiment(tmp_path: Path) -> None:
+    table = {key: TABLE[key] for key in ("model", "local", "scenario", "measure", "stop")}
+    (tmp_path / "plain.toml").write_text(dumps({"seed": 5, **table}))
+    tune(str(tmp_path / "plain.toml"), ["local.rate=0.1"], out=tmp_path / "out", say=quiet)
+    assert load(tmp_path / "out" / "local.rate=0.1" / "seed-5").seed == 5
+
+
+@pytest.mark.parametrize("variants", [3, [3], []])
+def test_tune_wants_variants_that_are_tables(tmp_path: Path, variants: object) -> None:
+    (tmp_path / "plain.toml").write_text(dumps({"variants": variants}))
+    with pytest.raises(InputError, match="variants is not an array of tables"):
+        tune(str(tmp_path / "plain.toml"), ["local.rate=0.1"], out=tmp_path / "out", say=quiet)
+
+
 @pytest.mark.parametrize("grid", ["local.rate", "=1,2", "local.rate="])
 def test_tune_wants_a_grid(tmp_path: Path, grid: str) -> None:
     with pytest.raises(InputError, match=r"tiny.toml has no \[grid\]: give one by --set-grid"):

@@ -64,6 +64,7 @@ def reproduce(
     if not 1 <= share[0] <= share[1]:
         most = max(share[1], 2)
         raise InputError(f"share {share[0]}/{share[1]} is none: give 1/{most} to {most}/{most}")
+    check_settings(settings)
     preset = load_preset(name)
     folder = out if out is not None else Path("runs") / f"{preset.name}-{scale}"
     parts = ["afield", "reproduce", name, "--scale", scale]
@@ -86,6 +87,16 @@ def reproduce(
             again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in, share),
             say=say,
         )
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Raise where a setting is none of a run's: each has the seed that its folder says."""
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in ("seed", "seeds"):
+            raise InputError(
+                f"--set {setting}: the seeds of a table are given by --seeds, such as --seeds 0,1,2"
+            )
 
 
 def going_on(
