@@ -18,6 +18,7 @@ from tinypaper import TABLE, quiet, written
 from afield.core.errors import InputError
 from afield.experiments.codec import dumps, merge
 from afield.experiments.paper import load_preset, preset
+from afield.experiments.plan import read_plan
 from afield.experiments.reproduce import carry_out, reproduce
 from afield.experiments.tune import tune
 from afield.reports.load import load
@@ -471,3 +472,50 @@ def test_tune_wants_a_grid(tmp_path: Path, grid: str) -> None:
         tune(written(tmp_path), say=quiet)
     with pytest.raises(InputError, match=r"is not KEY=V1,V2,\.\.\.: write for example"):
         tune(written(tmp_path), [grid], say=quiet)
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["", '{"name": "ti', "3"])
+def test_a_plan_that_was_cut_short_is_written_again(tmp_path: Path, left: str) -> None:
+    """A disk that was full when the plan was written; what was run is there."""
+    name, out = written(tmp_path), tmp_path / "out"
+    reproduce(name, scale="smoke", only=["mixing"], out=out, say=quiet)
+    whole = (out / "plan.json").read_bytes()
+    (out / "plan.json").write_text(left)
+    with pytest.raises(InputError, match="holds a reproduction, which goes on by: the command that began it"):
+        read_plan(out)
+    said: list[str] = []
+    reproduce(name, scale="smoke", only=["mixing"], out=out, say=said.append)
+    assert said[0].startswith("tiny: 2 runs, 2 of them are there")
+    assert (out / "plan.json").read_bytes() == whole
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theirs": 3}, "theirs = 3 is not a table"),
+        ({"scales": 3}, "scales = 3 is not a table"),
+        ({"scales": {"smoke": 3}}, r"scales\.smoke = 3 is not a table"),
+        (
+            {"scales": {"smoke": {"only": "mixing"}}},
+            r"scales\.smoke\.only = 'mixing' is not an array of labels",
+        ),
+        ({"scales": {"smoke": {"rows": 3}}}, r"scales\.smoke\.rows = 3 is not a table"),
+        ({"scales": {"smoke": {"rows": {"mixing": 3}}}}, r"scales\.smoke\.rows\.mixing = 3 is not a table"),
+        ({"scales": {"smoke": {"sweep": 3}}}, r"scales\.smoke\.sweep = 3 is not a table"),
+        ({"grid": 3}, "grid = 3 is not a table"),
+        ({"sweep": True}, "sweep = True is not a table"),
+        ({"rows": [{"label": "mixing", "at": 3}]}, r"rows\[0\]\.at = 3 is not a table"),
+        ({"rows": [{"label": "mixing", "at": {"even": 3}}]}, r"rows\[0\]\.at\.even = 3 is not a table"),
+        (
+            {"rows": [{"label": "mixing", "only": "even"}]},
+            r"rows\[0\]\.only = 'even' is not an array of labels",
+        ),
+    ],
+)
+def test_parts_of_the_wrong_shape_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^preset tiny: {message}"):
+        preset({**TABLE, **changes})

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from afield.experiments.paper import AXES, Cell, Preset, load_preset
 from afield.experiments.run import prepare, run
 from afield.experiments.sweep import prepare_all, run_together
 from afield.runtimes.rows import Measurement
+from afield.store.files import named
 
 PLAN = "plan.json"
+DRAFT = ".draft"
 Say = Callable[[str], None]
 Share = tuple[int, int]  # (2, 3): every third run from the second on
 
@@ -200,7 +202,8 @@ def _check_stand_ins(preset: Preset, configs: Mapping[str, list[Config]], allowe
 def _check_kept(cells: Sequence[Cell], configs: Mapping[str, list[Config]], folder: Path) -> None:
     """Raise where a finished run of this folder is another one than is wanted."""
     plan = folder / PLAN
-    if folder.exists() and not plan.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    others = folder.is_dir() and any(entry.suffix != DRAFT for entry in folder.iterdir())
+    if folder.exists() and not plan.is_file() and (not folder.is_dir() or others):
         raise InputError(f"{folder} exists and holds no reproduction: choose another --out, or remove it")
     for cell in cells:
         for place in sorted((folder / cell.folder).glob("seed-*")):
@@ -261,14 +264,20 @@ def _plan(preset: Preset, cells: Sequence[Cell], scale: str, stand_in: bool, com
 
 
 def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
+    old: Any = None
     if file.is_file():
-        old = json.loads(file.read_text(encoding="utf-8"))
-        for key in ("name", "scale"):
-            if old.get(key) != plan[key]:
-                raise InputError(
-                    f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
-                )
-    file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        with suppress(ValueError):  # damaged: all that it held is at hand, and the runs were compared with it
+            old = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("name", "scale") if isinstance(old, dict) else ():
+        if old.get(key) != plan[key]:
+            raise InputError(
+                f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
+            )
+    # As a whole or not at all, and not in the way of another share that does the same.
+    draft = file.with_name(f".{file.name}.{os.getpid()}{DRAFT}")
+    with named(file, "write"):
+        draft.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        os.replace(draft, file)
 
 
 # -- the runs ---------------------------------------------------------------------------------------
