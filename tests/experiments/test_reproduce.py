@@ -477,6 +477,14 @@ def test_tune_wants_a_grid(tmp_path: Path, grid: str) -> None:
 # -- damage -------------------------------------------------------------------------------------------------
 
 
+def test_a_label_of_dots_stays_in_its_folder(tmp_path: Path) -> None:
+    table = {key: value for key, value in TABLE.items() if key not in ("theirs", "scales", "columns")}
+    (tmp_path / "dots.toml").write_text(dumps(table | {"rows": [{"label": ".."}]}))
+    reproduce(str(tmp_path / "dots.toml"), seeds=[0], out=tmp_path / "out", say=quiet)
+    assert load(tmp_path / "out" / "run" / "seed-0").label == ".."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dots.toml", "out"]
+
+
 @pytest.mark.parametrize("left", ["", '{"name": "ti', "3"])
 def test_a_plan_that_was_cut_short_is_written_again(tmp_path: Path, left: str) -> None:
     """A disk that was full when the plan was written; what was run is there."""

@@ -118,9 +118,9 @@ class Runtime:
         one_of("name", self.name, ("simulator", "ray", "service"))
         one_of("table", self.table, KINDS)
         within("cpus", self.cpus, 1, math.inf)
-        for name in ("threads", "block", "actors"):
+        for name, most in (("threads", 4096), ("block", math.inf), ("actors", math.inf)):
             if getattr(self, name) is not None:
-                within(name, getattr(self, name), 1, math.inf)
+                within(name, getattr(self, name), 1, most)
 
 
 @dataclass(frozen=True)
