@@ -49,6 +49,14 @@ def refused(ended: Any, message: str) -> None:
         ([SET, "scenario.clients=many"], 'scenario.clients = "many" is not a whole number'),
         ([SET, "target=85"], "target = 85.0 is outside (0, 1]: lower it"),
         (["--seed", "-1"], "seed = -1 is outside"),
+        (
+            [SET, "runtime.threads=99999999999"],
+            "runtime.threads = 99999999999 is outside [1, 4096]: lower it",
+        ),
+        (
+            [SET, "scenario.rounds={name='bernoulli', p=[]}"],
+            "scenario.rounds.p is empty: give 1 value, or one per equal block of clients",
+        ),
         # things that do not fit together
         ([SET, "scenario.clients=2000"], "need 2000 examples and there are 1288; have at most 1288 clients"),
         ([SET, "scenario.clients=20"], "rounds.size = 25 is above the 20 clients there are: lower it"),
@@ -143,6 +151,20 @@ def test_files_of_the_user_s_own(afield: Command, here: Path) -> None:
     refused(
         afield("run", "--strategy", "my.py:Mine"), "my.py cannot be imported: ModuleNotFoundError: No module"
     )
+
+
+def test_too_little_memory_is_told_in_a_line(afield: Command, here: Path) -> None:
+    """Status 1, not 2: the input may be right for another machine."""
+    (here / "mine.py").write_text(
+        "from dataclasses import dataclass\nimport torch\nfrom afield import FedAsync\n\n"
+        "@dataclass(frozen=True)\nclass Large(FedAsync):\n"
+        "    def init(self, params, clients):\n        return torch.empty(2**50)\n"
+    )
+    ended = afield("run", "--strategy", "mine.py:Large")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith("afield: there is not enough memory (")
+    assert ended.err.endswith("runtime.block smaller, or use a larger machine\n")
+    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_the_complete_config_holds_every_default() -> None:
         ({"target": 85}, r"^target = 85\.0 is outside \(0, 1\]: lower it$"),
         ({"figure": "acuracy"}, r"^figure = 'acuracy' is not known; did you mean 'accuracy'\?$"),
         ({"stop": {}}, r"^stop: no end is set: give updates, versions or time"),
-        ({"runtime": {"threads": 0}}, r"^runtime\.threads = 0 is outside \[1, inf\]: raise it$"),
+        ({"runtime": {"threads": 0}}, r"^runtime\.threads = 0 is outside \[1, 4096\]: raise it$"),
         ({"scenario": {"clients": 0}}, r"^scenario\.clients = 0 is outside \[1, inf\]: raise it$"),
     ],
 )

@@ -18,6 +18,7 @@ from tinypaper import TABLE, quiet, written
 from afield.core.errors import InputError
 from afield.experiments.codec import dumps, merge
 from afield.experiments.paper import load_preset, preset
+from afield.experiments.plan import read_plan
 from afield.experiments.reproduce import carry_out, reproduce
 from afield.experiments.tune import tune
 from afield.reports.load import load
@@ -413,9 +414,124 @@ def test_tune_takes_plain_experiments_and_several_keys(tmp_path: Path) -> None:
     assert {best.choice for best in found} <= choices
 
 
+def test_a_grid_is_laid_over_the_settings(tmp_path: Path) -> None:
+    """A column says what its runs had, also where a setting is about the same key or another strategy."""
+    name = written(tmp_path)
+    settings = ["local.rate=0.5", "strategy.name=fedbuff"]
+    grid = ["local.rate=0.01,0.3", "strategy.size=2"]
+    folder, _ = tune(
+        name, grid, scale="smoke", only=["mixing", "even"], settings=settings, out=tmp_path / "out", say=quiet
+    )
+    for rate in (0.01, 0.3):
+        run = load(folder / f"mixing--even--local.rate={rate}--strategy.size=2" / "seed-3")
+        assert (run.config["local"]["rate"], run.config["strategy"]["size"]) == (rate, 2)
+        assert run.config["strategy"]["name"] == "fedbuff"
+
+
+def test_a_grid_of_arrays(tmp_path: Path) -> None:
+    name = written(tmp_path, model={"name": "mlp", "hidden": [4]})
+    _, found = tune(
+        name,
+        ["model.hidden=[4],[3, 3]", "scenario.partition=iid,dirichlet"],
+        scale="smoke",
+        only=["mixing", "even"],
+        out=tmp_path / "out",
+        say=quiet,
+    )
+    assert len(names(tmp_path / "out")) == 4
+    assert found[0].choice == ", ".join(found[0].settings)
+    assert [text.partition("=")[0] for text in found[0].settings] == ["model.hidden", "scenario.partition"]
+
+
+@pytest.mark.parametrize("key", ["seed", "seeds", "label", "name", "target"])
+def test_a_grid_of_what_is_no_setting_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InputError, match=f"the grid has '{key}', which is no setting to try"):
+        tune(written(tmp_path), [f"{key}=1,2"], out=tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("setting", ["seed=7", "seeds=[5, 6]"])
+def test_seeds_are_no_setting(tmp_path: Path, setting: str) -> None:
+    """They made runs of other seeds than their folders say, or fewer of them than were looked for."""
+    with pytest.raises(InputError, match="the seeds of a table are given by --seeds"):
+        reproduce(written(tmp_path), settings=[setting], out=tmp_path / "out", say=quiet)
+    with pytest.raises(InputError, match="the seeds of a table are given by --seeds"):
+        tune(written(tmp_path), ["local.rate=1"], settings=[setting], out=tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tune_goes_by_the_seed_of_a_plain_experiment(tmp_path: Path) -> None:
+    table = {key: TABLE[key] for key in ("model", "local", "scenario", "measure", "stop")}
+    (tmp_path / "plain.toml").write_text(dumps({"seed": 5, **table}))
+    tune(str(tmp_path / "plain.toml"), ["local.rate=0.1"], out=tmp_path / "out", say=quiet)
+    assert load(tmp_path / "out" / "local.rate=0.1" / "seed-5").seed == 5
+
+
+@pytest.mark.parametrize("variants", [3, [3], []])
+def test_tune_wants_variants_that_are_tables(tmp_path: Path, variants: object) -> None:
+    (tmp_path / "plain.toml").write_text(dumps({"variants": variants}))
+    with pytest.raises(InputError, match="variants is not an array of tables"):
+        tune(str(tmp_path / "plain.toml"), ["local.rate=0.1"], out=tmp_path / "out", say=quiet)
+
+
 @pytest.mark.parametrize("grid", ["local.rate", "=1,2", "local.rate="])
 def test_tune_wants_a_grid(tmp_path: Path, grid: str) -> None:
     with pytest.raises(InputError, match=r"tiny.toml has no \[grid\]: give one by --set-grid"):
         tune(written(tmp_path), say=quiet)
     with pytest.raises(InputError, match=r"is not KEY=V1,V2,\.\.\.: write for example"):
         tune(written(tmp_path), [grid], say=quiet)
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+def test_a_label_of_dots_stays_in_its_folder(tmp_path: Path) -> None:
+    table = {key: value for key, value in TABLE.items() if key not in ("theirs", "scales", "columns")}
+    (tmp_path / "dots.toml").write_text(dumps(table | {"rows": [{"label": ".."}]}))
+    reproduce(str(tmp_path / "dots.toml"), seeds=[0], out=tmp_path / "out", say=quiet)
+    assert load(tmp_path / "out" / "run" / "seed-0").label == ".."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dots.toml", "out"]
+
+
+@pytest.mark.parametrize("left", ["", '{"name": "ti', "3"])
+def test_a_plan_that_was_cut_short_is_written_again(tmp_path: Path, left: str) -> None:
+    """A disk that was full when the plan was written; what was run is there."""
+    name, out = written(tmp_path), tmp_path / "out"
+    reproduce(name, scale="smoke", only=["mixing"], out=out, say=quiet)
+    whole = (out / "plan.json").read_bytes()
+    (out / "plan.json").write_text(left)
+    with pytest.raises(InputError, match="holds a reproduction, which goes on by: the command that began it"):
+        read_plan(out)
+    said: list[str] = []
+    reproduce(name, scale="smoke", only=["mixing"], out=out, say=said.append)
+    assert said[0].startswith("tiny: 2 runs, 2 of them are there")
+    assert (out / "plan.json").read_bytes() == whole
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theirs": 3}, "theirs = 3 is not a table"),
+        ({"scales": 3}, "scales = 3 is not a table"),
+        ({"scales": {"smoke": 3}}, r"scales\.smoke = 3 is not a table"),
+        (
+            {"scales": {"smoke": {"only": "mixing"}}},
+            r"scales\.smoke\.only = 'mixing' is not an array of labels",
+        ),
+        ({"scales": {"smoke": {"rows": 3}}}, r"scales\.smoke\.rows = 3 is not a table"),
+        ({"scales": {"smoke": {"rows": {"mixing": 3}}}}, r"scales\.smoke\.rows\.mixing = 3 is not a table"),
+        ({"scales": {"smoke": {"sweep": 3}}}, r"scales\.smoke\.sweep = 3 is not a table"),
+        ({"grid": 3}, "grid = 3 is not a table"),
+        ({"sweep": True}, "sweep = True is not a table"),
+        ({"rows": [{"label": "mixing", "at": 3}]}, r"rows\[0\]\.at = 3 is not a table"),
+        ({"rows": [{"label": "mixing", "at": {"even": 3}}]}, r"rows\[0\]\.at\.even = 3 is not a table"),
+        (
+            {"rows": [{"label": "mixing", "only": "even"}]},
+            r"rows\[0\]\.only = 'even' is not an array of labels",
+        ),
+    ],
+)
+def test_parts_of_the_wrong_shape_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^preset tiny: {message}"):
+        preset({**TABLE, **changes})

@@ -144,3 +144,37 @@ def test_runs_of_an_experiment_keep_its_order(tmp_path: Path) -> None:
     for broken in ("not toml", "runs = 3", "[[runs]]\n", '[[runs]]\nfolder = ""\n'):
         file.write_text(broken)
         assert [run.label for run in find([tmp_path])] == ["a-0", "b-0", "c-0", "extra"]
+
+
+def test_runs_of_one_label_that_are_not_its_seeds_are_told_apart(tmp_path: Path) -> None:
+    """A mean over other settings, or over one run twice, is no mean over seeds."""
+    for seed in (0, 1):
+        write(tmp_path / "old" / f"seed-{seed}", label="mixing", seed=seed)
+        write(tmp_path / "new" / f"seed-{seed}", label="mixing", seed=seed)
+        write(tmp_path / "new" / f"other-{seed}", label="other", seed=seed)
+        with (tmp_path / "new" / f"seed-{seed}" / "config.toml").open("a") as file:
+            file.write("size = 3\n")
+    labels = [run.label for run in find([tmp_path])]
+    assert labels == ["other", "other", "mixing (new)", "mixing (new)", "mixing (old)", "mixing (old)"]
+    assert {run.label for run in find([tmp_path / "new"])} == {"other", "mixing"}
+    # the same settings: the same seed twice is one run twice, others are more seeds
+    write(tmp_path / "more" / "one", label="mixing", seed=1)
+    write(tmp_path / "more" / "two", label="mixing", seed=2)
+    again = find([tmp_path / "old" / "seed-1", tmp_path / "more" / "one"])
+    assert [run.label for run in again] == ["mixing (old)", "mixing (more)"]
+    assert {run.label for run in find([tmp_path / "old", tmp_path / "more" / "two"])} == {"mixing"}
+
+
+def test_single_runs_of_one_label_are_named_by_their_folders(tmp_path: Path) -> None:
+    for name, rate in (("race-001", 0.1), ("race-002", 0.2)):
+        with (write(tmp_path / name) / "config.toml").open("a") as file:
+            file.write(f"[local]\nrate = {rate}\n")
+        (tmp_path / name / "experiment.toml").write_text("format = 1\n")
+    assert [run.label for run in find([tmp_path])] == ["fedbuff (race-001)", "fedbuff (race-002)"]
+
+
+def test_what_a_machine_decides_does_not_tell_seeds_apart(tmp_path: Path) -> None:
+    for seed, (threads, method) in enumerate(((1, "vmap"), (2, "workers"))):
+        with (write(tmp_path / f"seed-{seed}", seed=seed) / "config.toml").open("a") as file:
+            file.write(f'[runtime]\nthreads = {threads}\n[training]\nmethod = "{method}"\n')
+    assert {run.label for run in find([tmp_path])} == {"fedbuff"}

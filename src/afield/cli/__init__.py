@@ -16,6 +16,7 @@ from afield.experiments.keep import StoppedError
 from afield.reports.load import LoadError
 
 INTERRUPTED = 130  # what typer gives for Ctrl-C
+SHOWN = 200  # characters of what torch says of memory
 
 app = typer.Typer(
     help="Asynchronous federated learning: compare algorithms in an exact simulation.",
@@ -72,9 +73,20 @@ def main() -> None:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
         _stop(str(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if not _of_memory(error) or logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        remedy = "make the model, the data, local.batch or runtime.block smaller, or use a larger machine"
+        _stop(f"there is not enough memory ({str(error)[:SHOWN]}): {remedy}", 1)
     if status == INTERRUPTED:
         _stop("interrupted", status)
     sys.exit(status)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether torch, or Python itself, could not have the memory it asked for."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said
 
 
 def _usage(error: click.ClickException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -129,7 +130,7 @@ def tune(
         if best.choice is None:
             typer.echo(f"{where}no run gave an accuracy")
             continue
-        words = " ".join(f"--set {part}" for part in best.choice.split(", "))
+        words = " ".join(f"--set {shlex.quote(text)}" for text in best.settings)
         typer.echo(f"{where}best by {by} accuracy ({best.mean:.2f} %): {words}")
 
 

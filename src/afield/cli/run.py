@@ -118,7 +118,8 @@ def compare(
 ) -> None:
     """Compare runs: mean +- std over seeds, at equal time, at equal updates, and time to a target.
 
-    The best is marked *, what the noise over seeds cannot tell from it ~.
+    The best is marked *, what the noise over seeds cannot tell from it ~. Runs of one label that differ in more
+    than their seed are rows of their own, named by their folders.
     """
     check_target(target)
     for option, picture in (("--png", png), ("--diagnose", diagnose)):

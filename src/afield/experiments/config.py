@@ -118,9 +118,9 @@ class Runtime:
         one_of("name", self.name, ("simulator", "ray", "service"))
         one_of("table", self.table, KINDS)
         within("cpus", self.cpus, 1, math.inf)
-        for name in ("threads", "block", "actors"):
+        for name, most in (("threads", 4096), ("block", math.inf), ("actors", math.inf)):
             if getattr(self, name) is not None:
-                within(name, getattr(self, name), 1, math.inf)
+                within(name, getattr(self, name), 1, most)
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,7 @@ def experiment(
         if "rows" in table or "columns" in table:
             raise InputError("this preset makes a table or figure of a paper: afield reproduce runs it")
         table = {key: value for key, value in table.items() if key not in PAPERS}
-    variants = table.get("variants", [{}])
-    if not isinstance(variants, list) or not variants or not all(isinstance(v, Mapping) for v in variants):
-        raise InputError("variants is not an array of tables: write [[variants]] before each")
+    variants = variants_of(table)
     _check_keys(table, variants, settings)
     own: Table = {key: table[key] for key in OWN if key in table}
     shared = merge(_named_defaults(), {k: v for k, v in table.items() if k not in (*OWN, "variants")})
@@ -249,6 +247,23 @@ def experiment(
         runs += [config({**merged, "seed": number}) for number in group.seeds]
     _check_labels(runs)
     return replace(group, runs=tuple(runs))
+
+
+def variants_of(table: Mapping[str, Any]) -> list[Any]:
+    """The variants of a table; where it names none, one that changes nothing."""
+    variants = table.get("variants", [{}])
+    if not isinstance(variants, list) or not variants or not all(isinstance(v, Mapping) for v in variants):
+        raise InputError("variants is not an array of tables: write [[variants]] before each")
+    return variants
+
+
+def settled(table: Mapping[str, Any], settings: Sequence[str]) -> Table:
+    """A table of a run with `settings` applied, as `experiment` does it: more can be laid over the outcome."""
+    _check_keys(table, [], settings)
+    found = merge(_named_defaults(), table)
+    for setting in settings:
+        found = assign(found, setting)
+    return found
 
 
 def config(table: Mapping[str, Any]) -> Config:

@@ -267,7 +267,8 @@ def _warn(path: Path) -> None:
 
 def slug(label: str) -> str:
     """A label as the name of a folder."""
-    return "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in label) or "run"
+    name = "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in label)
+    return name if name.strip(".") else "run"  # neither nothing, nor "..", which is another folder
 
 
 def package_version(name: str) -> str | None:

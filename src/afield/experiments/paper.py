@@ -183,6 +183,8 @@ def preset(table: Mapping[str, Any]) -> Preset:
 
 
 def _preset(name: str, table: Mapping[str, Any]) -> Preset:
+    for key in ("theirs", "scales", "grid", "sweep"):
+        _check_table(key, table.get(key, {}))
     theirs = dict(table.get("theirs", {}))
     axes = {axis: _axis(axis, table.get(axis, [])) for axis in AXES}
     labels = [entry.label for axis in AXES for entry in axes[axis]]
@@ -201,6 +203,16 @@ def _preset(name: str, table: Mapping[str, Any]) -> Preset:
     return Preset(name, paper, shared, axes, theirs, scales, grid)
 
 
+def _check_table(key: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{key} = {value!r} is not a table")
+
+
+def _check_labels(key: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
+        raise InputError(f"{key} = {value!r} is not an array of labels: write for example ['a', 'b']")
+
+
 def _axis(axis: str, given: Any) -> tuple[Entry, ...]:
     if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
         raise InputError(f"{axis} is not an array of tables: write [[{axis}]] before each")
@@ -212,6 +224,10 @@ def _axis(axis: str, given: Any) -> tuple[Entry, ...]:
         if label in [other.label for other in found]:
             raise InputError(f"two of {axis} are labelled {label!r}: give each its own label")
         changes = {key: value for key, value in entry.items() if key not in ("label", "at", "only", "alike")}
+        _check_table(f"{axis}[{number}].at", entry.get("at", {}))
+        for other, more in entry.get("at", {}).items():
+            _check_table(f"{axis}[{number}].at.{other}", more)
+        _check_labels(f"{axis}[{number}].only", entry.get("only", []))
         alike = entry.get("alike", False)
         if alike and axis != "rows":
             raise InputError(f"{axis}: {label!r} is alike = true: only rows can be")
@@ -223,12 +239,17 @@ def _scales(given: Mapping[str, Any], axes: Mapping[str, tuple[Entry, ...]]) -> 
     known = (*(column.name for column in fields(Config)), *AXES, "only", "seeds", "sweep")
     for scale, cut in given.items():
         one_of("scales", scale, SCALES[:-1])
+        _check_table(f"scales.{scale}", cut)
+        _check_labels(f"scales.{scale}.only", cut.get("only", []))
         for key in cut:
             if key not in known:
                 raise InputError(f"scales.{scale}.{key} is not a key{closest(key, known)}")
+        _check_table(f"scales.{scale}.sweep", cut.get("sweep", {}))
         for axis in AXES:
             labels = [entry.label for entry in axes[axis]]
-            for label in cut.get(axis, {}):
+            _check_table(f"scales.{scale}.{axis}", cut.get(axis, {}))
+            for label, more in cut.get(axis, {}).items():
+                _check_table(f"scales.{scale}.{axis}.{label}", more)
                 if label not in labels:
                     raise InputError(f"scales.{scale}.{axis} names {label!r}{closest(label, labels)}")
     return {scale: dict(cut) for scale, cut in given.items()}

@@ -33,7 +33,10 @@ def read_plan(folder: Path) -> tuple[Experiment, list[Path]]:
         raise InputError(f"{folder} is no folder: give that of a run, as `afield run` made it")
     if not (folder / EXPERIMENT).is_file():
         if (plan := folder / "plan.json").is_file():
-            command = json.loads(plan.read_text(encoding="utf-8")).get("command", "afield reproduce")
+            try:
+                command = json.loads(plan.read_text(encoding="utf-8"))["command"]
+            except (ValueError, LookupError, TypeError):  # damaged
+                command = "the command that began it,"
             raise InputError(f"{folder} holds a reproduction, which goes on by: {command} --out {folder}")
         found = stored(folder)  # one run of several, or one that was run from Python
         for above in folder.absolute().parents[:2]:  # that of an experiment, or of a reproduction

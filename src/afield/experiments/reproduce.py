@@ -12,7 +12,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ def reproduce(
     if not 1 <= share[0] <= share[1]:
         most = max(share[1], 2)
         raise InputError(f"share {share[0]}/{share[1]} is none: give 1/{most} to {most}/{most}")
+    check_settings(settings)
     preset = load_preset(name)
     folder = out if out is not None else Path("runs") / f"{preset.name}-{scale}"
     parts = ["afield", "reproduce", name, "--scale", scale]
@@ -86,6 +87,16 @@ def reproduce(
             again=going_on(parts[:5] + chosen, folder, seeds, only, device, data, stand_in, share),
             say=say,
         )
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Raise where a setting is none of a run's: each has the seed that its folder says."""
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in ("seed", "seeds"):
+            raise InputError(
+                f"--set {setting}: the seeds of a table are given by --seeds, such as --seeds 0,1,2"
+            )
 
 
 def going_on(
@@ -255,13 +266,15 @@ def _plan(preset: Preset, cells: Sequence[Cell], scale: str, stand_in: bool, com
 
 
 def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
+    old: Any = None
     if file.is_file():
-        old = json.loads(file.read_text(encoding="utf-8"))
-        for key in ("name", "scale"):
-            if old.get(key) != plan[key]:
-                raise InputError(
-                    f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
-                )
+        with suppress(ValueError):  # damaged: all that it held is at hand, and the runs were compared with it
+            old = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("name", "scale") if isinstance(old, dict) else ():
+        if old.get(key) != plan[key]:
+            raise InputError(
+                f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
+            )
     write_whole(file, json.dumps(plan, indent=1) + "\n")  # other shares may read it
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ RECEIPTS = pa.schema(
     ]
 )
 _POSITIONS = ("time", "wall", "version", "updates")  # where an evaluation stands; every row has them
+# What seeds of one label may differ in: the seed, and what a machine decides.
+_FREE = ("seed", "format", "runtime", "log")
+_FREE_TRAINING = ("method", "channels_last", "compile")
 
 
 class LoadError(ValueError):
@@ -111,7 +115,46 @@ def find(paths: Iterable[str | Path]) -> list[Run]:
             raise LoadError(f"{path} holds no run: no config.toml in it, nor up to {DEPTH} folders below")
         for folder in found:
             folders.setdefault(folder.resolve(), folder)
-    return [load(folder) for folder in folders.values()]
+    return _apart([load(folder) for folder in folders.values()])
+
+
+def _apart(runs: list[Run]) -> list[Run]:
+    """Runs of one label are seeds of one thing. Where they are not, their folder joins it: no mean mixes them."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
+    labels: dict[Path, str] = {}
+    for label, group in groups.items():
+        if not _are_seeds(group):
+            labels |= {
+                run.folder: f"{label} ({name})" for run, name in zip(group, _origins(group), strict=True)
+            }
+    return [replace(run, label=labels.get(run.folder, run.label)) for run in runs]
+
+
+def _are_seeds(runs: Sequence[Run]) -> bool:
+    """Whether these runs differ in their seeds, and in nothing else that matters."""
+    settings = []
+    for run in runs:
+        kept = {key: value for key, value in run.config.items() if key not in _FREE}
+        if isinstance(training := kept.get("training"), dict):
+            kept["training"] = {key: training[key] for key in training if key not in _FREE_TRAINING}
+        settings.append(kept)
+    return len({run.seed for run in runs}) == len(runs) and all(one == settings[0] for one in settings)
+
+
+def _origins(runs: Sequence[Run]) -> list[str]:
+    """Where each run is from, as short as tells them apart: the experiment, or the run where that is not enough."""
+    folders = [run.folder.resolve() for run in runs]
+    origins = [folder if (folder / "experiment.toml").is_file() else folder.parent for folder in folders]
+    parts: dict[Path, list[Run]] = {}
+    for run, origin in zip(runs, origins, strict=True):
+        parts.setdefault(origin, []).append(run)
+    if not all(map(_are_seeds, parts.values())):
+        origins = folders
+    common = Path(os.path.commonpath(origins))
+    common = common.parent if common in origins else common
+    return [str(origin.relative_to(common)) for origin in origins]
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

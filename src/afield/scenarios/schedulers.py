@@ -163,6 +163,8 @@ class Bernoulli:
     idle: float = 1.0  # how long a round without participants lasts
 
     def __post_init__(self) -> None:
+        if self.p == ():
+            raise InputError("p is empty: give 1 value, or one per equal block of clients")
         for value in self.p if isinstance(self.p, tuple) else (self.p,):
             within("p", value, 0, 1, above=True)
         _check_round(self.deadline, self.idle)
