@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import resource
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,26 @@ def test_tokens_end_are_replaced_and_are_nowhere_to_be_read(server: Live) -> Non
     )
     assert (server.keys / "operator.token").stat().st_mode & 0o777 == 0o600
     assert server.keys.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_book_survives_a_full_disk_and_two_who_write_at_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys" / "tokens.json"
+    with ThreadPoolExecutor(4) as pool:  # each with a book of its own, as two processes have
+        made = list(pool.map(lambda client: Book(path).add([client]), range(40)))
+    assert set(Book(path).holders) == {holder.id for holder, _ in made}
+    before = path.read_bytes()
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # less than the book
+    try:
+        with pytest.raises(InputError, match="make room"):
+            Book(path).revoke(made[0][0].id)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before and not list(path.parent.glob("*.draft"))
 
 
 def test_an_address_that_guesses_has_to_wait(server: Live) -> None:
