@@ -21,9 +21,14 @@ from afield.training.models import build
 Train = Callable[[RemoteTask], LocalResult]
 
 
+def _config(table: Mapping[str, Any]) -> Config:
+    """The server's config, less its rule: clients do not need it, and one of a file of its own would be run here."""
+    return config({key: value for key, value in table.items() if key not in ("own", "strategy")})
+
+
 def by_config(table: Mapping[str, Any]) -> Train:
     """Train as the experiment's own clients do: the same data, dealt out in the same way, the same random numbers."""
-    chosen: Config = config({key: value for key, value in table.items() if key != "own"})
+    chosen = _config(table)
     dataset, model, _ = load_data(chosen)
     parts, targets = dealt(chosen, dataset)
     module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, chosen.seed)
@@ -33,7 +38,7 @@ def by_config(table: Mapping[str, Any]) -> Train:
 
 def by_own(table: Mapping[str, Any], model: str, folder: Path) -> Train:
     """Train one's own network on one's own examples, with the experiment's optimiser and its settings."""
-    chosen = config({key: value for key, value in table.items() if key != "own"})
+    chosen = _config(table)
     inputs, targets = own_data(folder)
     trainer = LoopTrainer(own_module(model, chosen.seed), _Same(inputs, targets), chosen.local, chosen.seed)
     return _by(trainer)

@@ -16,6 +16,7 @@ from served import Process, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.errors import InputError
+from afield.experiments.join import by_config
 from afield.runtimes.service.client import Client
 
 NET = """
@@ -222,6 +223,13 @@ def test_a_client_in_another_language_needs_http_and_safetensors_only(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_server_cannot_name_a_file_that_its_clients_run(tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace", tmp_path / "mine.py"
+    file.write_text(f"open({str(trace)!r}, 'w')\nclass Rule: pass\n")
+    by_config({**tiny().table(), "strategy": {"name": f"{file}:Rule"}})
+    assert not trace.exists()
+
+
 def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
     """serve, token, join with a network and data of one's own, status, promote; SIGTERM; SIGKILL; and on again."""
     import numpy as np
