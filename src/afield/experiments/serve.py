@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +29,10 @@ from afield.runtimes.service.privacy import Privacy, Private, secret
 from afield.runtimes.service.service import Parts, Terms
 from afield.runtimes.service.trust import Book, write_secret
 from afield.scenarios.schedulers import Bernoulli, Cohort
+from afield.store.files import named
 from afield.store.live import Durable
 
+log = logging.getLogger(__name__)
 FLUSHED = 2000  # receipts per file; fewer than the store remembers, so that a crash leaves no gap
 
 
@@ -164,10 +169,11 @@ class LiveFolder:
             told = {"founded": self.founded, "own": own, "privacy": privacy and asdict(privacy)}
             self._book.write_text(json.dumps(told) + "\n", encoding="utf-8")
         self.measured = _measured(path / "metrics.jsonl")
+        _cut(path / "metrics.jsonl")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
-        self._writing: list[Future[None]] = []
+        self._waiting: deque[tuple[list[Receipt], Path]] = deque()  # for their files, in order
         self._files = len(list((path / "receipts").glob("*.parquet")))
 
     def _continue(self, wanted: Config, own: str | None, privacy: Privacy | None) -> None:
@@ -223,22 +229,53 @@ class LiveFolder:
     def _flush(self) -> None:
         if self._rows:
             path = self.path / "receipts" / f"{self._files:05d}.parquet"
-            self._writing.append(self._writer.submit(write_receipts, self._rows, path))
+            self._waiting.append((self._rows, path))
+            self._writer.submit(self._write)
             self._files += 1
             self._rows = []
 
+    def _write(self) -> None:
+        """On the writer's thread: every file that waits; one that fails keeps its turn, so that there is no gap."""
+        while self._waiting:
+            rows, path = self._waiting[0]
+            draft = path.with_suffix(".draft")  # who is killed half-way leaves no file that cannot be read
+            try:
+                with named(path, "write"):
+                    write_receipts(rows, draft)
+                    draft.replace(path)
+            except InputError as error:
+                log.error("receipts wait for their file: %s", error)
+                return
+            self._waiting.popleft()
+
     def close(self) -> None:
         self._flush()
+        self._writer.submit(self._write)
         self._writer.shutdown()
-        self._metrics.close()
-        for done in self._writing:
-            done.result()  # a full disk is told, here
+        left = [path for _, path in self._waiting]
+        try:
+            self._metrics.close()
+        except OSError:
+            left.append(self.path / "metrics.jsonl")
+        if left:
+            raise InputError(
+                f"{left[0]} could not be written: make room, then start the service again; its store has what is "
+                "missing"
+            )
 
 
 def _terms(privacy: Mapping[str, float] | None) -> str:
     if privacy is None:
         return "no differential privacy (no --clip)"
     return " ".join(f"--{name} {value:g}" for name, value in privacy.items())
+
+
+def _cut(file: Path) -> None:
+    """Take away a last line that a crash cut short: the next one would be written on to it."""
+    if file.exists():
+        whole = file.read_bytes().rfind(b"\n") + 1
+        if whole < file.stat().st_size:
+            os.truncate(file, whole)
 
 
 def _measured(file: Path) -> list[dict[str, Any]]:
