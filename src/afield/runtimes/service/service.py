@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,10 @@ class Service:
         # of this run; not of its name, which a restart without the config does not know
         self.tag = hashlib.blake2s(repr(parts.founded).encode(), digest_size=6).hexdigest()
         self.began = time.monotonic()
-        self._offset = max(0.0, time.time() - parts.founded)
+        # a clock that was set back between two lives does not make an arrival earlier than its task
+        known = [receipt.arrived for receipt in parts.door.receipts.values()]
+        known += [lease.task.started for lease in parts.door.server.leases.values()]
+        self._offset: float = max([0.0, time.time() - parts.founded, *known])
         self.fold = Fold(parts.door, self._told, ended=ended)
         stale = parts.manners.max_staleness if parts.manners.stale == "restart" else None
         self.desk = Desk(
@@ -261,6 +265,8 @@ class Service:
                     gauge.set(values[name])
             if self.parts.row is not None:
                 self.parts.row(row)
+        except (InputError, OSError) as error:  # the disk is full, say: the next version is measured
+            log.error("a measurement failed: %s", error)
         finally:
             self.measuring = False
             if self.wanted:  # a newer version came meanwhile
@@ -353,33 +359,60 @@ class Totals:
 
 
 class Audit:
-    """Who did what, one line of JSON each; the file is turned over at 64 MiB, five are kept."""
+    """Who did what, one line of JSON each; the file is turned over at 64 MiB, five are kept.
+
+    A full disk stops nothing but this: what does not fit into the buffer meanwhile is missing, as the log says.
+    """
 
     MOST, FILES = 64 * MIB, 5
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._failing = path, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=MIB)
-            path.chmod(0o600)
+            self._open()
         except OSError as error:
             raise InputError(f"{path} cannot be written ({error.strerror}): choose another folder") from error
 
+    def _open(self) -> None:
+        self._file = self.path.open("a", encoding="utf-8", buffering=MIB)
+        self.path.chmod(0o600)
+
     def note(self, act: str, **values: Any) -> None:
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._file.write(json.dumps({"when": when, "act": act, **values}, separators=(",", ":")) + "\n")
+        line = json.dumps({"when": when, "act": act, **values}, separators=(",", ":")) + "\n"
+        with self._passing():
+            self._file.write(line)
 
     def flush(self) -> None:
-        self._file.flush()
-        if self._file.tell() > self.MOST:
-            self._file.close()
-            for number in range(self.FILES - 1, 0, -1):
-                older = self.path.with_suffix(f".{number}.jsonl")
-                if older.exists():
-                    os.replace(older, self.path.with_suffix(f".{number + 1}.jsonl"))
-            os.replace(self.path, self.path.with_suffix(".1.jsonl"))
-            self._file = self.path.open("a", encoding="utf-8", buffering=MIB)
+        with self._passing():
+            self._file.flush()
+            self._failing = False
+            if self._file.tell() > self.MOST:
+                self._turn_over()
+
+    def _turn_over(self) -> None:
+        self._file.close()
+        for number in range(self.FILES - 1, 0, -1):
+            older = self.path.with_suffix(f".{number}.jsonl")
+            if older.exists():
+                os.replace(older, self.path.with_suffix(f".{number + 1}.jsonl"))
+        os.replace(self.path, self.path.with_suffix(".1.jsonl"))
+        self._open()
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failing:
+                log.error(
+                    "%s cannot be written (%s): make room; acts may be missing in it",
+                    self.path,
+                    error.strerror,
+                )
+            self._failing = True
 
     def close(self) -> None:
-        self._file.close()
+        with self._passing():
+            self._file.close()
