@@ -11,10 +11,12 @@ import ssl
 import subprocess
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h2.connection
 import httpx
 import pytest
 import torch
@@ -22,7 +24,7 @@ from served import Live, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.errors import InputError
-from afield.runtimes.service import protocol
+from afield.runtimes.service import http2, protocol
 from afield.runtimes.service.client import Client, ServerError
 from afield.runtimes.service.serve import Listen
 from afield.runtimes.service.trust import Book, Rates
@@ -162,6 +164,7 @@ def test_an_address_that_guesses_has_to_wait(server: Live) -> None:
     replies = [http.get("/v1/run") for _ in range(30)]
     assert replies[0].status_code == 401 and replies[-1].status_code == 429
     assert int(replies[-1].headers["retry-after"]) >= 1
+    assert server.http().get("/v1/run").status_code == 200  # behind the same proxy, say
     forget(server)
 
 
@@ -215,6 +218,55 @@ def test_slow_loris(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     assert sent(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\nx-slow: ").split(b" ")[1] == b"408"
     assert sent(server, b"").split(b" ")[1] == b"408"
+    assert sent(server, b"P").split(b" ")[1] == b"408"
+    # answered, but its body goes on
+    assert (
+        sent(server, b"POST /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", b"x").split(b" ")[1]
+        == b"405"
+    )
+    monkeypatch.setattr(http2, "FIRST", 0.3)
+    sent(server, http2.PREFACE)
+
+
+def test_a_request_may_begin_with_one_letter(server: Live) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.sendall(b"P")
+        assert server.http(None).get("/healthz").status_code == 200  # meanwhile
+        raw.sendall(b"OST /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"".join(iter(lambda: raw.recv(65536), b"")).split(b" ")[1] == b"405"
+
+
+def test_who_asks_and_does_not_read_is_cut_off(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ping of HTTP/2 wants an answer; they must not heap up."""
+    monkeypatch.setattr(http2, "UNREAD", 2**16)
+    host, port = server.url.removeprefix("http://").split(":")
+    pings = (b"\0\0\x08\6\0\0\0\0\0" + bytes(8)) * 4096
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(20)
+        raw.connect((host, int(port)))
+        raw.sendall(http2.PREFACE + b"\0\0\0\4\0\0\0\0\0")
+        with pytest.raises(ConnectionError):
+            raw.sendall(pings * 1000)
+
+
+def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
+    connection = h2.connection.H2Connection()
+    connection.initiate_connection()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = [(":method", "GET"), (":path", "/v1/run"), (":scheme", "http"), (":authority", "x")]
+    with socket.create_connection((host, int(port)), 20) as raw:
+
+        def reset(number: int) -> None:
+            connection.send_headers(number, head)
+            connection.reset_stream(number)
+            raw.sendall(connection.data_to_send())
+            assert server.http(None).get("/healthz").status_code == 200  # the stream has run by now
+
+        with pytest.raises(ConnectionError):
+            deque(map(reset, range(1, 4 * http2.RESETS, 2)))
 
 
 def test_a_body_that_does_not_come(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
