@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import resource
 import signal
@@ -24,7 +25,7 @@ from served import Live, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.errors import InputError
-from afield.runtimes.service import http2, protocol
+from afield.runtimes.service import bodies, downloads, http2, protocol
 from afield.runtimes.service.client import Client, ServerError
 from afield.runtimes.service.serve import Listen
 from afield.runtimes.service.trust import Book, Rates
@@ -69,7 +70,6 @@ def test_every_route_wants_a_token(method: str, path: str, server: Live) -> None
 
 def forget(server: Live) -> None:
     """Strangers of earlier tests came from the same address."""
-    import gc
 
     for rates in [one for one in gc.get_objects() if isinstance(one, Rates)]:
         rates._buckets.clear()
@@ -252,6 +252,44 @@ def test_who_asks_and_does_not_read_is_cut_off(server: Live, monkeypatch: pytest
             raw.sendall(pings * 1000)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_download_that_is_not_read_holds_its_model_for_a_while_only(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "GRACE", 0.5)
+    monkeypatch.setattr(bodies, "SLOWEST", 10**9)
+    (tmp_path / "long.py").write_text(LONG.replace("99_999", "1_999_999"))  # more than sockets take
+    with live(tiny(), tmp_path / "run", own=f"{tmp_path / 'long.py'}:Net") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            bearer = ("authorization", f"Bearer {server.token}")
+            if version == 1:
+                raw.sendall(
+                    f"GET /v1/models/0 HTTP/1.1\r\nHost: x\r\n{bearer[0]}: {bearer[1]}\r\n\r\n".encode()
+                )
+            else:
+                connection = h2.connection.H2Connection()
+                connection.initiate_connection()
+                head = [
+                    (":method", "GET"),
+                    (":path", "/v1/models/0"),
+                    (":scheme", "http"),
+                    (":authority", "x"),
+                ]
+                connection.send_headers(1, [*head, bearer], end_stream=True)
+                raw.sendall(connection.data_to_send())
+            until(lambda: held(downloads.Pieces))
+            until(lambda: not held(downloads.Pieces))
+            assert server.http().get("/v1/status").status_code == 200
+
+
+def held(kind: type) -> bool:
+    gc.collect()
+    return any(type(one) is kind for one in gc.get_objects())
+
+
 def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
     connection = h2.connection.H2Connection()
     connection.initiate_connection()
@@ -270,8 +308,6 @@ def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
 
 
 def test_a_body_that_does_not_come(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from afield.runtimes.service import bodies
-
     forget(server)
     monkeypatch.setattr(bodies, "GRACE", 0.2)
     monkeypatch.setattr(bodies, "SLOWEST", 10**9)
