@@ -23,7 +23,7 @@ from tiny import tiny
 
 from afield.core.errors import InputError
 from afield.core.types import Receipt
-from afield.experiments.join import by_config
+from afield.experiments.join import by_config, by_own, take_part
 from afield.experiments.serve import FLUSHED, LiveFolder
 from afield.runtimes.service import tasks
 from afield.runtimes.service.client import Client
@@ -326,6 +326,33 @@ def test_a_server_cannot_name_a_file_that_its_clients_run(tmp_path: Path) -> Non
     file.write_text(f"open({str(trace)!r}, 'w')\nclass Rule: pass\n")
     by_config({**tiny().table(), "strategy": {"name": f"{file}:Rule"}})
     assert not trace.exists()
+
+
+def test_another_network_of_as_many_numbers_is_not_trained(tmp_path: Path) -> None:
+    import numpy as np
+
+    (tmp_path / "my.py").write_text(
+        NET + "class Other(nn.Linear):\n    def __init__(self): super().__init__(66, 1)\n"
+    )
+    np.save(tmp_path / "inputs.npy", np.zeros((8, 66), "float32"))
+    np.save(tmp_path / "targets.npy", np.zeros(8, "int64"))
+    with live(tiny(), tmp_path / "run", own=f"{tmp_path / 'my.py'}:Net") as server:
+        client = server.client(0)
+        assert client.layout.size == 67
+        train = by_own(client.about()["config"], f"{tmp_path / 'my.py'}:Other", tmp_path)
+        with pytest.raises(InputError, match=r"Other is not the server's model: they differ at 0\.weight"):
+            take_part(client, train, most=1)
+        assert server.http().get("/v1/status").json()["updates"] == 0
+
+
+def test_an_address_or_a_token_that_cannot_be_right_is_named(tmp_path: Path) -> None:
+    for token in ("two\nlines", "caf\u00e9", " "):
+        with pytest.raises(InputError, match="afield token add"):
+            Client("http://127.0.0.1:1", token)
+    with live(tiny(), tmp_path / "run") as server:
+        client = Client(server.url + "/page/page.css?", "x")
+        with client, pytest.raises(InputError, match="check the address"):
+            client.about()
 
 
 def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
