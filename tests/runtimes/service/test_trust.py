@@ -109,6 +109,13 @@ def test_a_client_acts_for_itself_only(server: Live) -> None:
     assert other.get(f"/v1/tasks/{task.number}/receipt").status_code == 403
     assert put(other, task, body_of(task)).status_code == 403
     assert server.http(theirs).get("/v1/tasks").json() == {"tasks": [], "all": 0}
+    for token, sees in ((mine, True), (theirs, False), ("", True)):
+        rows = server.http(token).get("/v1/history").json()["rows"]
+        assert any(row["values"].get("number") == task.number for row in rows) is sees
+        told = server.http(token).stream("GET", "/v1/events", params={"after": 0})
+        with told as reply:
+            text = next(chunk for chunk in reply.iter_text() if "event: measurement" in chunk)
+        assert ("event: task" in text) is sees
     for path in ("/v1/promote", "/v1/rollback"):
         reply = server.http(mine).post(path)
         assert reply.status_code == 403 and reply.json()["error"] == "not-operator"
