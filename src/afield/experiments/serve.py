@@ -29,7 +29,7 @@ from afield.runtimes.service.privacy import Privacy, Private, secret
 from afield.runtimes.service.service import Parts, Terms
 from afield.runtimes.service.trust import Book, write_secret
 from afield.scenarios.schedulers import Bernoulli, Cohort
-from afield.store.files import named
+from afield.store.files import named, sync_folder
 from afield.store.live import Durable
 
 log = logging.getLogger(__name__)
@@ -161,13 +161,14 @@ class LiveFolder:
             check_new(path)
             (path / "receipts").mkdir(parents=True)
             self.config, self.founded = wanted, time.time()
-            (path / "config.toml").write_text(wanted.toml(), encoding="utf-8")
+            _write(path / "config.toml", wanted.toml())
             (path / "environment.json").write_text(
                 json.dumps(environment(), indent=2) + "\n", encoding="utf-8"
             )
             # last: its presence says that the rest is there
             told = {"founded": self.founded, "own": own, "privacy": privacy and asdict(privacy)}
-            self._book.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            _write(self._book, json.dumps(told) + "\n")
+            sync_folder(path)
         self.measured = _measured(path / "metrics.jsonl")
         _cut(path / "metrics.jsonl")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
@@ -177,8 +178,11 @@ class LiveFolder:
         self._files = len(list((path / "receipts").glob("*.parquet")))
 
     def _continue(self, wanted: Config, own: str | None, privacy: Privacy | None) -> None:
-        told = json.loads(self._book.read_text(encoding="utf-8"))
-        self.founded = told["founded"]
+        try:
+            told = json.loads(self._book.read_text(encoding="utf-8"))
+            self.founded = float(told["founded"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self._book} cannot be read ({error}): restore it from a copy") from error
         self.config = config(read(self.path / "config.toml"))
         if told["own"] != own:
             raise InputError(f"{self.path} was begun with --model {told['own']}, not {own}: give the same")
@@ -268,6 +272,17 @@ def _terms(privacy: Mapping[str, float] | None) -> str:
     if privacy is None:
         return "no differential privacy (no --clip)"
     return " ".join(f"--{name} {value:g}" for name, value in privacy.items())
+
+
+def _write(path: Path, text: str) -> None:
+    """A file without which the store cannot be opened again: on the disk whole, before the first update is."""
+    draft = path.with_suffix(".draft")
+    with named(path, "write"):
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
 
 
 def _cut(file: Path) -> None:
