@@ -26,6 +26,7 @@ from afield.core.types import Receipt
 from afield.experiments.join import by_config, by_own, take_part
 from afield.experiments.serve import FLUSHED, LiveFolder
 from afield.runtimes.service import tasks
+from afield.runtimes.service.audit import Audit
 from afield.runtimes.service.client import Client
 from afield.runtimes.service.service import Terms
 
@@ -256,6 +257,20 @@ def test_a_full_disk_passes_and_leaves_nothing_stuck(
         until(lambda: http.get("/v1/status").json()["ended"] == {"expired": 1})
         assert http.post("/v1/promote").json()["promoted"] == 1
         until(lambda: '"promote"' in (folder / "audit.jsonl").read_text())
+
+
+def test_an_audit_log_that_was_turned_over_is_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Audit, "MOST", 10)
+    audit = Audit(tmp_path / "audit.jsonl")
+    audit.note("one")
+    audit.flush()
+    audit.note("two")
+    audit.close()
+    files = sorted(tmp_path.iterdir())
+    assert [json.loads(file.read_text())["act"] for file in files] == ["one", "two"]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 @contextmanager
