@@ -159,7 +159,8 @@ class LiveFolder:
             self._continue(wanted, own, privacy)
         else:
             check_new(path)
-            (path / "receipts").mkdir(parents=True)
+            with named(path, "make"):
+                (path / "receipts").mkdir(parents=True)
             self.config, self.founded = wanted, time.time()
             _write(path / "config.toml", wanted.toml())
             (path / "environment.json").write_text(
@@ -170,8 +171,9 @@ class LiveFolder:
             _write(self._book, json.dumps(told) + "\n")
             sync_folder(path)
         self.measured = _measured(path / "metrics.jsonl")
-        _cut(path / "metrics.jsonl")
-        self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        with named(path / "metrics.jsonl", "write"):
+            _cut(path / "metrics.jsonl")
+            self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
         self._waiting: deque[tuple[list[Receipt], Path]] = deque()  # for their files, in order

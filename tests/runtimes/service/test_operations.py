@@ -307,6 +307,12 @@ def test_what_a_kill_cut_short_does_not_stop_the_next_start(tmp_path: Path) -> N
     assert parquet.read_table(receipts)["number"].to_pylist() == list(range(9))
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot make .*: .*choose another folder"):
+        LiveFolder(tmp_path / "file" / "run", tiny(), None, None)
+
+
 def test_receipts_wait_for_room_and_have_no_gap(tmp_path: Path) -> None:
     def receipt(number: int) -> Receipt:
         return Receipt(number, 0, 0, 0.0, 1.0, 1, 8, 0, 1.0, True, number)
