@@ -302,6 +302,7 @@ def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
     connection.initiate_connection()
     host, port = server.url.removeprefix("http://").split(":")
     head = [(":method", "GET"), (":path", "/v1/run"), (":scheme", "http"), (":authority", "x")]
+    connection.send_headers(1, head, end_stream=True)  # one that is answered does not make up for the rest
     with socket.create_connection((host, int(port)), 20) as raw:
 
         def reset(number: int) -> None:
@@ -311,7 +312,7 @@ def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
             assert server.http(None).get("/healthz").status_code == 200  # the stream has run by now
 
         with pytest.raises(ConnectionError):
-            deque(map(reset, range(1, 4 * http2.RESETS, 2)))
+            deque(map(reset, range(3, 4 * http2.RESETS, 2)))
 
 
 def test_a_body_that_does_not_come(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
