@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from afield.core.types import LocalResult, Receipt, Task
 from afield.experiments.config import Config, config
@@ -21,22 +21,27 @@ from afield.training.models import build
 Train = Callable[[RemoteTask], LocalResult]
 
 
+def _config(table: Mapping[str, Any]) -> Config:
+    """The server's config, less its rule: clients do not need it, and one of a file of its own would be run here."""
+    return config({key: value for key, value in table.items() if key not in ("own", "strategy")})
+
+
 def by_config(table: Mapping[str, Any]) -> Train:
     """Train as the experiment's own clients do: the same data, dealt out in the same way, the same random numbers."""
-    chosen: Config = config({key: value for key, value in table.items() if key != "own"})
+    chosen = _config(table)
     dataset, model, _ = load_data(chosen)
     parts, targets = dealt(chosen, dataset)
     module = build(model, tuple(dataset.inputs.shape[1:]), dataset.classes, chosen.seed)
     data = ClientData(dataset.inputs, targets, parts)
-    return _by(LoopTrainer(module, data, chosen.local, chosen.seed, dataset.loss))
+    return _by(LoopTrainer(module, data, chosen.local, chosen.seed, dataset.loss), module)
 
 
 def by_own(table: Mapping[str, Any], model: str, folder: Path) -> Train:
     """Train one's own network on one's own examples, with the experiment's optimiser and its settings."""
-    chosen = config({key: value for key, value in table.items() if key != "own"})
+    chosen = _config(table)
     inputs, targets = own_data(folder)
-    trainer = LoopTrainer(own_module(model, chosen.seed), _Same(inputs, targets), chosen.local, chosen.seed)
-    return _by(trainer)
+    module = own_module(model, chosen.seed)
+    return _by(LoopTrainer(module, _Same(inputs, targets), chosen.local, chosen.seed), module)
 
 
 class _Same:
@@ -63,12 +68,13 @@ class _Repeated(Sequence[int]):
         return 1
 
 
-def _by(trainer: LoopTrainer) -> Train:
+def _by(trainer: LoopTrainer, module: nn.Module) -> Train:
     turn = threading.Lock()  # clients of one process take turns: a trainer has one network
 
     def train(task: RemoteTask) -> LocalResult:
         told = Task(task.number, task.client, task.count, task.version, task.started)
         with turn:
+            task.fits(module)
             return trainer.train([told], [task.base], [task.correction])[0]
 
     return train

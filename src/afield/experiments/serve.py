@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +29,10 @@ from afield.runtimes.service.privacy import Privacy, Private, secret
 from afield.runtimes.service.service import Parts, Terms
 from afield.runtimes.service.trust import Book, write_secret
 from afield.scenarios.schedulers import Bernoulli, Cohort
+from afield.store.files import named, sync_folder
 from afield.store.live import Durable
 
+log = logging.getLogger(__name__)
 FLUSHED = 2000  # receipts per file; fewer than the store remembers, so that a crash leaves no gap
 
 
@@ -154,25 +159,32 @@ class LiveFolder:
             self._continue(wanted, own, privacy)
         else:
             check_new(path)
-            (path / "receipts").mkdir(parents=True)
+            with named(path, "make"):
+                (path / "receipts").mkdir(parents=True)
             self.config, self.founded = wanted, time.time()
-            (path / "config.toml").write_text(wanted.toml(), encoding="utf-8")
+            _write(path / "config.toml", wanted.toml())
             (path / "environment.json").write_text(
                 json.dumps(environment(), indent=2) + "\n", encoding="utf-8"
             )
             # last: its presence says that the rest is there
             told = {"founded": self.founded, "own": own, "privacy": privacy and asdict(privacy)}
-            self._book.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            _write(self._book, json.dumps(told) + "\n")
+            sync_folder(path)
         self.measured = _measured(path / "metrics.jsonl")
-        self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        with named(path / "metrics.jsonl", "write"):
+            _cut(path / "metrics.jsonl")
+            self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._rows: list[Receipt] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="receipts")  # never on the event loop
-        self._writing: list[Future[None]] = []
+        self._waiting: deque[tuple[list[Receipt], Path]] = deque()  # for their files, in order
         self._files = len(list((path / "receipts").glob("*.parquet")))
 
     def _continue(self, wanted: Config, own: str | None, privacy: Privacy | None) -> None:
-        told = json.loads(self._book.read_text(encoding="utf-8"))
-        self.founded = told["founded"]
+        try:
+            told = json.loads(self._book.read_text(encoding="utf-8"))
+            self.founded = float(told["founded"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self._book} cannot be read ({error}): restore it from a copy") from error
         self.config = config(read(self.path / "config.toml"))
         if told["own"] != own:
             raise InputError(f"{self.path} was begun with --model {told['own']}, not {own}: give the same")
@@ -223,22 +235,64 @@ class LiveFolder:
     def _flush(self) -> None:
         if self._rows:
             path = self.path / "receipts" / f"{self._files:05d}.parquet"
-            self._writing.append(self._writer.submit(write_receipts, self._rows, path))
+            self._waiting.append((self._rows, path))
+            self._writer.submit(self._write)
             self._files += 1
             self._rows = []
 
+    def _write(self) -> None:
+        """On the writer's thread: every file that waits; one that fails keeps its turn, so that there is no gap."""
+        while self._waiting:
+            rows, path = self._waiting[0]
+            draft = path.with_suffix(".draft")  # who is killed half-way leaves no file that cannot be read
+            try:
+                with named(path, "write"):
+                    write_receipts(rows, draft)
+                    draft.replace(path)
+            except InputError as error:
+                log.error("receipts wait for their file: %s", error)
+                return
+            self._waiting.popleft()
+
     def close(self) -> None:
         self._flush()
+        self._writer.submit(self._write)
         self._writer.shutdown()
-        self._metrics.close()
-        for done in self._writing:
-            done.result()  # a full disk is told, here
+        left = [path for _, path in self._waiting]
+        try:
+            self._metrics.close()
+        except OSError:
+            left.append(self.path / "metrics.jsonl")
+        if left:
+            raise InputError(
+                f"{left[0]} could not be written: make room, then start the service again; its store has what is "
+                "missing"
+            )
 
 
 def _terms(privacy: Mapping[str, float] | None) -> str:
     if privacy is None:
         return "no differential privacy (no --clip)"
     return " ".join(f"--{name} {value:g}" for name, value in privacy.items())
+
+
+def _write(path: Path, text: str) -> None:
+    """A file without which the store cannot be opened again: on the disk whole, before the first update is."""
+    draft = path.with_suffix(".draft")
+    with named(path, "write"):
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+
+def _cut(file: Path) -> None:
+    """Take away a last line that a crash cut short: the next one would be written on to it."""
+    if file.exists():
+        whole = file.read_bytes().rfind(b"\n") + 1
+        if whole < file.stat().st_size:
+            os.truncate(file, whole)
 
 
 def _measured(file: Path) -> list[dict[str, Any]]:

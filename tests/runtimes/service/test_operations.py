@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load
 from served import Process, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.errors import InputError
+from afield.core.types import Receipt
+from afield.experiments.join import by_config, by_own, take_part
+from afield.experiments.serve import FLUSHED, LiveFolder
+from afield.runtimes.service import tasks
+from afield.runtimes.service.audit import Audit
 from afield.runtimes.service.client import Client
+from afield.runtimes.service.service import Terms
 
 NET = """
 from torch import nn
@@ -222,6 +234,151 @@ def test_a_client_in_another_language_needs_http_and_safetensors_only(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_full_disk_passes_and_leaves_nothing_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leases end, acts are noted and versions are promoted again as soon as there is room."""
+    monkeypatch.setattr(tasks, "RETRY", 0.05)
+    folder = tmp_path / "run"
+    with live(tiny(), folder, terms=Terms(lease=0.5)) as server:
+        http = server.http()
+        http.get("/v1/status")
+        until(lambda: (folder / "models" / "000000000000.safetensors").exists())
+        task = server.client(0).next_task()
+        assert task is not None and put(http, task, body_of(task)).status_code == 200
+        began = time.monotonic()
+        assert server.client(1).next_task() is not None  # it will not be heard of again
+        with no_room():
+            reply = http.post("/v1/promote")
+            assert (reply.status_code, reply.json()["error"]) == (503, "storage")
+            until(lambda: "audit.jsonl cannot be written" in caplog.text)  # the service has ticked
+            until(lambda: time.monotonic() > began + 1.0)  # the lease has ended
+            assert http.get("/v1/status").json()["tasks"] == 1
+        until(lambda: http.get("/v1/status").json()["ended"] == {"expired": 1})
+        assert http.post("/v1/promote").json()["promoted"] == 1
+        until(lambda: '"promote"' in (folder / "audit.jsonl").read_text())
+
+
+def test_an_audit_log_that_was_turned_over_is_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Audit, "MOST", 10)
+    audit = Audit(tmp_path / "audit.jsonl")
+    audit.note("one")
+    audit.flush()
+    audit.note("two")
+    audit.close()
+    files = sorted(tmp_path.iterdir())
+    assert [json.loads(file.read_text())["act"] for file in files] == ["one", "two"]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file can grow, as on a full disk; but sockets go on."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_what_a_kill_cut_short_does_not_stop_the_next_start(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def some(count: int) -> None:
+        with live(tiny(), folder) as server:
+            for _ in range(count):
+                task = server.client(0).next_task()
+                assert task is not None and put(server.http(), task, body_of(task)).status_code == 200
+            until(lambda: server.http().get("/v1/status").json()["accuracy"] is not None)
+
+    some(4)
+    metrics, receipts = folder / "metrics.jsonl", folder / "receipts"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join(lines)[:-5])
+    (receipts / "00000.parquet").rename(receipts / "00000.draft")  # killed before it had its name
+    some(5)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(rows) > len(lines) - 1
+    assert parquet.read_table(receipts)["number"].to_pylist() == list(range(9))
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot make .*: .*choose another folder"):
+        LiveFolder(tmp_path / "file" / "run", tiny(), None, None)
+
+
+def test_receipts_wait_for_room_and_have_no_gap(tmp_path: Path) -> None:
+    def receipt(number: int) -> Receipt:
+        return Receipt(number, 0, 0, 0.0, 1.0, 1, 8, 0, 1.0, True, number)
+
+    log = LiveFolder(tmp_path / "run", tiny(), None, None)
+    with no_room():
+        for number in range(FLUSHED):
+            log.row(receipt(number))
+        log._writer.submit(int).result()  # it has tried
+    for number in range(FLUSHED, 2 * FLUSHED):
+        log.row(receipt(number))
+    log.close()
+    files = sorted((tmp_path / "run" / "receipts").iterdir())
+    assert [file.name for file in files] == ["00000.parquet", "00001.parquet"]
+    assert parquet.read_table(files[0])["number"].to_pylist() == list(range(FLUSHED))
+
+
+def test_a_clock_that_was_set_back_does_not_turn_time_round(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with live(tiny(), folder) as server:
+        task = server.client(0).next_task()
+        assert task is not None
+    told = json.loads((folder / "service.json").read_text())
+    (folder / "service.json").write_text(json.dumps({**told, "founded": told["founded"] + 3600}))
+    with live(tiny(), folder) as server:
+        receipt = put(server.http(), task, body_of(task)).json()
+    assert receipt["arrived"] >= receipt["started"]
+    (folder / "service.json").write_text("")  # as a power cut may leave what was not synced
+    with pytest.raises(InputError, match=r"service\.json cannot be read .* restore it"), live(tiny(), folder):
+        pass
+
+
+def test_a_server_cannot_name_a_file_that_its_clients_run(tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace", tmp_path / "mine.py"
+    file.write_text(f"open({str(trace)!r}, 'w')\nclass Rule: pass\n")
+    by_config({**tiny().table(), "strategy": {"name": f"{file}:Rule"}})
+    assert not trace.exists()
+
+
+def test_another_network_of_as_many_numbers_is_not_trained(tmp_path: Path) -> None:
+    import numpy as np
+
+    (tmp_path / "my.py").write_text(
+        NET + "class Other(nn.Linear):\n    def __init__(self): super().__init__(66, 1)\n"
+    )
+    np.save(tmp_path / "inputs.npy", np.zeros((8, 66), "float32"))
+    np.save(tmp_path / "targets.npy", np.zeros(8, "int64"))
+    with live(tiny(), tmp_path / "run", own=f"{tmp_path / 'my.py'}:Net") as server:
+        client = server.client(0)
+        assert client.layout.size == 67
+        train = by_own(client.about()["config"], f"{tmp_path / 'my.py'}:Other", tmp_path)
+        with pytest.raises(InputError, match=r"Other is not the server's model: they differ at 0\.weight"):
+            take_part(client, train, most=1)
+        assert server.http().get("/v1/status").json()["updates"] == 0
+
+
+def test_an_address_or_a_token_that_cannot_be_right_is_named(tmp_path: Path) -> None:
+    for token in ("two\nlines", "caf\u00e9", " "):
+        with pytest.raises(InputError, match="afield token add"):
+            Client("http://127.0.0.1:1", token)
+    with live(tiny(), tmp_path / "run") as server:
+        client = Client(server.url + "/page/page.css?", "x")
+        with client, pytest.raises(InputError, match="check the address"):
+            client.about()
+
+
 def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
     """serve, token, join with a network and data of one's own, status, promote; SIGTERM; SIGKILL; and on again."""
     import numpy as np

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
+import resource
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h2.connection
 import httpx
 import pytest
 import torch
@@ -19,7 +25,7 @@ from served import Live, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.errors import InputError
-from afield.runtimes.service import protocol
+from afield.runtimes.service import bodies, downloads, http2, protocol
 from afield.runtimes.service.client import Client, ServerError
 from afield.runtimes.service.serve import Listen
 from afield.runtimes.service.trust import Book, Rates
@@ -64,7 +70,6 @@ def test_every_route_wants_a_token(method: str, path: str, server: Live) -> None
 
 def forget(server: Live) -> None:
     """Strangers of earlier tests came from the same address."""
-    import gc
 
     for rates in [one for one in gc.get_objects() if isinstance(one, Rates)]:
         rates._buckets.clear()
@@ -104,6 +109,13 @@ def test_a_client_acts_for_itself_only(server: Live) -> None:
     assert other.get(f"/v1/tasks/{task.number}/receipt").status_code == 403
     assert put(other, task, body_of(task)).status_code == 403
     assert server.http(theirs).get("/v1/tasks").json() == {"tasks": [], "all": 0}
+    for token, sees in ((mine, True), (theirs, False), ("", True)):
+        rows = server.http(token).get("/v1/history").json()["rows"]
+        assert any(row["values"].get("number") == task.number for row in rows) is sees
+        told = server.http(token).stream("GET", "/v1/events", params={"after": 0})
+        with told as reply:
+            text = next(chunk for chunk in reply.iter_text() if "event: measurement" in chunk)
+        assert ("event: task" in text) is sees
     for path in ("/v1/promote", "/v1/rollback"):
         reply = server.http(mine).post(path)
         assert reply.status_code == 403 and reply.json()["error"] == "not-operator"
@@ -133,12 +145,33 @@ def test_tokens_end_are_replaced_and_are_nowhere_to_be_read(server: Live) -> Non
     assert server.keys.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_book_survives_a_full_disk_and_two_who_write_at_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys" / "tokens.json"
+    with ThreadPoolExecutor(4) as pool:  # each with a book of its own, as two processes have
+        made = list(pool.map(lambda client: Book(path).add([client]), range(40)))
+    assert set(Book(path).holders) == {holder.id for holder, _ in made}
+    before = path.read_bytes()
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # less than the book
+    try:
+        with pytest.raises(InputError, match="make room"):
+            Book(path).revoke(made[0][0].id)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before and not list(path.parent.glob("*.draft"))
+
+
 def test_an_address_that_guesses_has_to_wait(server: Live) -> None:
     forget(server)
     http = server.http("afield_11111111_guess")
     replies = [http.get("/v1/run") for _ in range(30)]
     assert replies[0].status_code == 401 and replies[-1].status_code == 429
     assert int(replies[-1].headers["retry-after"]) >= 1
+    assert server.http().get("/v1/run").status_code == 200  # behind the same proxy, say
     forget(server)
 
 
@@ -192,11 +225,97 @@ def test_slow_loris(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     assert sent(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\nx-slow: ").split(b" ")[1] == b"408"
     assert sent(server, b"").split(b" ")[1] == b"408"
+    assert sent(server, b"P").split(b" ")[1] == b"408"
+    # answered, but its body goes on
+    assert (
+        sent(server, b"POST /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", b"x").split(b" ")[1]
+        == b"405"
+    )
+    monkeypatch.setattr(http2, "FIRST", 0.3)
+    sent(server, http2.PREFACE)
+
+
+def test_a_request_may_begin_with_one_letter(server: Live) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.sendall(b"P")
+        assert server.http(None).get("/healthz").status_code == 200  # meanwhile
+        raw.sendall(b"OST /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"".join(iter(lambda: raw.recv(65536), b"")).split(b" ")[1] == b"405"
+
+
+def test_who_asks_and_does_not_read_is_cut_off(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ping of HTTP/2 wants an answer; they must not heap up."""
+    monkeypatch.setattr(http2, "UNREAD", 2**16)
+    host, port = server.url.removeprefix("http://").split(":")
+    pings = (b"\0\0\x08\6\0\0\0\0\0" + bytes(8)) * 4096
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(20)
+        raw.connect((host, int(port)))
+        raw.sendall(http2.PREFACE + b"\0\0\0\4\0\0\0\0\0")
+        with pytest.raises(ConnectionError):
+            raw.sendall(pings * 1000)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_download_that_is_not_read_holds_its_model_for_a_while_only(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "GRACE", 0.5)
+    monkeypatch.setattr(bodies, "SLOWEST", 10**9)
+    (tmp_path / "long.py").write_text(LONG.replace("99_999", "1_999_999"))  # more than sockets take
+    with live(tiny(), tmp_path / "run", own=f"{tmp_path / 'long.py'}:Net") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            bearer = ("authorization", f"Bearer {server.token}")
+            if version == 1:
+                raw.sendall(
+                    f"GET /v1/models/0 HTTP/1.1\r\nHost: x\r\n{bearer[0]}: {bearer[1]}\r\n\r\n".encode()
+                )
+            else:
+                connection = h2.connection.H2Connection()
+                connection.initiate_connection()
+                head = [
+                    (":method", "GET"),
+                    (":path", "/v1/models/0"),
+                    (":scheme", "http"),
+                    (":authority", "x"),
+                ]
+                connection.send_headers(1, [*head, bearer], end_stream=True)
+                raw.sendall(connection.data_to_send())
+            until(lambda: held(downloads.Pieces))
+            until(lambda: not held(downloads.Pieces))
+            assert server.http().get("/v1/status").status_code == 200
+
+
+def held(kind: type) -> bool:
+    gc.collect()
+    return any(type(one) is kind for one in gc.get_objects())
+
+
+def test_streams_that_are_only_reset_end_the_connection(server: Live) -> None:
+    connection = h2.connection.H2Connection()
+    connection.initiate_connection()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = [(":method", "GET"), (":path", "/v1/run"), (":scheme", "http"), (":authority", "x")]
+    connection.send_headers(1, head, end_stream=True)  # one that is answered does not make up for the rest
+    with socket.create_connection((host, int(port)), 20) as raw:
+
+        def reset(number: int) -> None:
+            connection.send_headers(number, head)
+            connection.reset_stream(number)
+            raw.sendall(connection.data_to_send())
+            assert server.http(None).get("/healthz").status_code == 200  # the stream has run by now
+
+        with pytest.raises(ConnectionError):
+            deque(map(reset, range(3, 4 * http2.RESETS, 2)))
 
 
 def test_a_body_that_does_not_come(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from afield.runtimes.service import bodies
-
     forget(server)
     monkeypatch.setattr(bodies, "GRACE", 0.2)
     monkeypatch.setattr(bodies, "SLOWEST", 10**9)

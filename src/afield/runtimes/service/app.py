@@ -215,6 +215,8 @@ async def promote(call: Call) -> Response:
     try:
         await loop.run_in_executor(service.measurer, kept.promote, version)
     except InputError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # the disk is full, say
         raise Refusal("no-model", str(error)) from None
     service.audit.note("promote", who=call.holder.id, version=version)
     return JSONResponse({"promoted": kept.promoted, "history": kept.history})
@@ -225,6 +227,8 @@ async def roll_back(call: Call) -> Response:
     try:
         await asyncio.get_running_loop().run_in_executor(service.measurer, service.kept.roll_back)
     except InputError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
         raise Refusal("no-model", str(error)) from None
     service.audit.note("rollback", who=call.holder.id, version=service.kept.promoted)
     return JSONResponse({"promoted": service.kept.promoted, "history": service.kept.history})

@@ -56,6 +56,8 @@ class Client:
         keep: str | Path | None = None,
     ) -> None:
         one_of("transport", transport, FORMS)
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+            raise InputError("the token is not one line of ASCII: give what afield token add printed")
         self.url, self.client, self.transport, self.zstd = url.rstrip("/"), client, transport, zstd
         self.wait, self.patience = wait, patience
         self._http = _http(self.url, token, ca, certificate, wait)
@@ -87,8 +89,18 @@ class Client:
     def about(self) -> dict[str, Any]:
         """The experiment: its model, its config, the terms."""
         if self._about is None:
-            self._about = self.request("GET", "/v1/run").json()
+            self._about = self._table(self.request("GET", "/v1/run"))
         return self._about
+
+    def _table(self, reply: Any) -> dict[str, Any]:
+        """What a reply tells; another web server may be at that address."""
+        try:
+            found: dict[str, Any] = reply.json()
+        except ValueError:
+            raise InputError(
+                f"{reply.url} answered {reply.text[:40]!r}, which is not afield's: check the address"
+            ) from None
+        return found
 
     @cached_property
     def layout(self) -> Layout:
@@ -103,8 +115,7 @@ class Client:
         return Layout(names, shapes, tuple(offsets), inside, at - inside, getattr(torch, model["dtype"]))
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.request("GET", "/v1/status").json()
-        return found
+        return self._table(self.request("GET", "/v1/status"))
 
     def model(self, version: int | str = "latest") -> tuple[int, Tensor]:
         """A model by its version, "latest" or "promoted": its version and its vector."""
@@ -162,7 +173,7 @@ class Client:
         reply = self.request("POST", "/v1/tasks", params=query)
         if reply.status_code == 204:
             return None
-        told = reply.json()
+        told = self._table(reply)
         try:
             version, base = self.model(told["version"])
         except ServerError as error:

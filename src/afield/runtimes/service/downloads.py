@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from afield.core.flat import Layout
+from afield.runtimes.service import bodies
 from afield.runtimes.service.refusals import Refusal
 from afield.runtimes.service.tasks import Shelved
 from afield.runtimes.service.wire import TYPE, framed, raw
@@ -23,7 +24,7 @@ PIECE = 1 << 18  # bytes handed to the transport at once: it may have to copy wh
 
 
 class Pieces(Response):
-    """A body in pieces that lie in memory already."""
+    """A body in pieces that lie in memory already. Who reads too slowly is left: else it would hold them for ever."""
 
     def __init__(
         self, pieces: Sequence[bytes | memoryview], headers: dict[str, str], keep: Any = None
@@ -33,6 +34,16 @@ class Pieces(Response):
         self.headers["content-length"] = str(sum(len(piece) for piece in pieces))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = int(self.headers["content-length"])
+        try:
+            async with asyncio.timeout(bodies.GRACE + length / bodies.SLOWEST):
+                await self._sent(send)
+        except TimeoutError:  # a stream of HTTP/2 that ends without its last piece is reset
+            if (connection := scope["state"].get("connection")) is not None:
+                connection.transport.abort()
+                await asyncio.sleep(0)
+
+    async def _sent(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for piece in self.pieces:
             for start in range(0, len(piece), PIECE):

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from afield.core.errors import InputError
 from afield.core.types import Receipt
+from afield.runtimes.service.bodies import GRACE, SLOWEST
 from afield.runtimes.service.fold import BrokenError, FullError
 from afield.runtimes.service.refusals import Refusal
 from afield.runtimes.service.service import Service
@@ -99,8 +100,6 @@ Endpoint = Callable[[Call], Awaitable[Response]]
 def holder_of(service: Service, request: Request) -> Holder:
     """Who sends this; a stranger is refused, and an address that sends many wrong tokens has to wait."""
     address = request.client.host if request.client is not None else ""
-    if (pause := service.strangers.empty(address)) > 0:
-        raise Refusal("too-often", "too many wrong tokens came from this address", after=pause)
     given = request.headers.get("authorization", "")
     certificate = request.scope.get("state", {}).get("certificate")
     if given:
@@ -109,6 +108,9 @@ def holder_of(service: Service, request: Request) -> Holder:
     else:
         found = service.book.certificate(certificate) if certificate is not None else None
     if found is None:
+        # only now: who has a token is not kept out by strangers behind the same proxy
+        if (pause := service.strangers.empty(address)) > 0:
+            raise Refusal("too-often", "too many wrong tokens came from this address", after=pause)
         service.strangers.wait(address)
         service.audit.note("stranger", address=address, path=request.url.path[:200])
         raise Refusal("bad-token" if given or certificate is not None else "no-token")
@@ -125,6 +127,8 @@ def guarded(
 
     async def answer(request: Request) -> Response:
         began = time.perf_counter()
+        if (connection := request.scope["state"].get("connection")) is not None:
+            connection.leftover = GRACE + service.wire.limit / SLOWEST  # as long as a body of ours may take
         reply = await safely(service, request, lambda: _admitted(service, request, endpoint, operator))
         service.metrics.requests.labels(route, reply.status_code).observe(time.perf_counter() - began)
         return reply

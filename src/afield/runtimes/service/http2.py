@@ -29,7 +29,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 STREAMS = 100
 WINDOW = 2**20
 HEAD_BYTES = 32 * 1024
+FIRST = 10.0  # seconds until the first stream
 IDLE = 75.0  # seconds without a stream
+UNREAD = 4 * WINDOW  # bytes of ours that may wait for who does not read them, but goes on asking for more
 RESETS = 200  # more than this and than the streams that were answered: an attack
 
 
@@ -141,7 +143,7 @@ class Http2(asyncio.Protocol):
         self.h2.decoder.max_header_list_size = HEAD_BYTES
         self.h2.increment_flow_control_window(16 * WINDOW - 65535)
         self.flush()
-        self._rest()
+        self._rest(FIRST)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -261,6 +263,8 @@ class Http2(asyncio.Protocol):
     def flush(self) -> None:
         if (data := self.h2.data_to_send()) and not self.transport.is_closing():
             self.transport.write(data)
+            if self.transport.get_write_buffer_size() > UNREAD:
+                self.transport.abort()
 
     def head(self, stream: Stream, message: dict[str, Any]) -> None:
         headers = [(b":status", str(message["status"]).encode())]
@@ -312,7 +316,7 @@ class Http2(asyncio.Protocol):
             self.flush()
 
     def finished(self, stream: Stream) -> None:
-        self.served += 1
+        self.served += stream.answered
         self.server_state.total_requests += 1
         self.streams.pop(stream.number, None)
         for _, cost in stream.chunks:  # what nobody wanted counts no more against the connection
@@ -333,6 +337,6 @@ class Http2(asyncio.Protocol):
             return
         self.flush()
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float = IDLE) -> None:
         if self.timer is None:
-            self.timer = self.loop.call_later(IDLE, self.transport.close)
+            self.timer = self.loop.call_later(seconds, self.transport.close)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from afield.core.errors import InputError
 from afield.runtimes.service.wire import Wire, raw
+from afield.store.files import named
 
 ENDING = ".safetensors"
 
@@ -41,13 +42,7 @@ class Kept:
         """Write a version, if it is not there; the oldest that nobody promoted go."""
         path = self.path(version)
         if not path.exists():
-            draft = path.with_suffix(".draft")
-            with draft.open("wb") as file:
-                file.write(self.wire.head("full", {"version": str(version)}))
-                file.write(raw(vector.cpu()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
+            _write(path, self.wire.head("full", {"version": str(version)}), raw(vector.cpu()))
         spare = [one for one in self.versions() if one not in self.history]
         for old in spare[: -self.keep_last]:
             self.path(old).unlink(missing_ok=True)
@@ -66,10 +61,24 @@ class Kept:
         return self.history[-1]
 
     def _note(self, history: list[int]) -> None:
-        draft = self._book.with_suffix(".draft")
-        draft.write_text(json.dumps(history))
-        os.replace(draft, self._book)
+        _write(self._book, json.dumps(history).encode())
         self.history = history
 
     def read(self, version: int) -> Tensor:
         return self.wire.read(bytearray(self.path(version).read_bytes())).vector
+
+
+def _write(path: Path, *pieces: bytes | memoryview) -> None:
+    """A file that is there whole, and on the disk, or not at all."""
+    draft = path.with_suffix(".draft")
+    with named(path, "write"):
+        try:
+            with draft.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise

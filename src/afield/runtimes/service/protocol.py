@@ -25,7 +25,8 @@ class Http(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.heading, self.head_bytes = True, 0
-        self.first = True
+        self.begun: bytes | None = b""  # as long as it is not known which protocol it is
+        self.leftover = HEAD_SECONDS  # that the rest of a body may take whose request was answered
         self.certificate = certificate_of(transport)
         self.timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._slow)
         secured = transport.get_extra_info("ssl_object")
@@ -33,10 +34,14 @@ class Http(HttpToolsProtocol):
             self._hand_over(b"")
 
     def data_received(self, data: bytes) -> None:
-        if self.first:
-            self.first = False
-            if data[: len(PREFACE)] == PREFACE[: len(data)]:
+        if self.begun is not None:
+            data = self.begun + data
+            if data[: len(PREFACE)] == PREFACE:
                 return self._hand_over(data)
+            if PREFACE.startswith(data):  # PUT and POST begin with a P too
+                self.begun = data
+                return None
+            self.begun = None
         if self.heading and self.timer is None:
             self.timer = self.loop.call_later(HEAD_SECONDS, self._slow)
         before, self.ends = self.heading, 0
@@ -55,7 +60,7 @@ class Http(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._rest()
         self.ends += 1
-        self.heading, self.head_bytes = False, 0
+        self.heading, self.head_bytes, self.leftover = False, 0, HEAD_SECONDS
         if self.transport.is_closing():
             return
         self.scope["state"].update(certificate=self.certificate, connection=self)
@@ -65,7 +70,14 @@ class Http(HttpToolsProtocol):
         if self.cycle is not None:
             super().on_body(body)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.heading and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest()
+            self.timer = self.loop.call_later(self.leftover, self.transport.close)
+
     def on_message_complete(self) -> None:
+        self._rest()
         self.heading, self.head_bytes = True, 0
         if self.cycle is not None:
             super().on_message_complete()

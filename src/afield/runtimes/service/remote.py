@@ -64,15 +64,22 @@ class RemoteTask:
 
     def load_into(self, module: nn.Module) -> None:
         """The model that this task starts from."""
-        layout = Layout.of(module)
-        wanted = self.owner.layout
+        layout = self.fits(module)
+        layout.load(self.base.to(layout.dtype), module)
+
+    def fits(self, module: nn.Module) -> Layout:
+        """The module's layout, which must be the server's: one of as many numbers may mean others by them."""
+        layout, wanted = Layout.of(module), self.owner.layout
         if (layout.names, layout.shapes) != (wanted.names, wanted.shapes):
             other = next(
                 (n for n, m in zip(wanted.names, layout.names, strict=False) if n != m),
                 "their number or shapes",
             )
-            raise InputError(f"{type(module).__name__} is not the server's model: they differ at {other}")
-        layout.load(self.base.to(layout.dtype), module)
+            raise InputError(
+                f"{type(module).__name__} is not the server's model: they differ at {other}; give the network that "
+                "the service was begun with"
+            )
+        return layout
 
     def submit(
         self,

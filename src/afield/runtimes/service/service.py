@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from afield.core.flat import Layout
 from afield.core.protocols import Evaluator
 from afield.core.types import Receipt, Task
 from afield.runtimes.rows import Measurement
+from afield.runtimes.service.audit import Audit
 from afield.runtimes.service.bodies import Room
 from afield.runtimes.service.events import KEPT, History, values_of
 from afield.runtimes.service.fold import Act, Batch, Door, Fold, Leased
@@ -101,7 +100,10 @@ class Service:
         # of this run; not of its name, which a restart without the config does not know
         self.tag = hashlib.blake2s(repr(parts.founded).encode(), digest_size=6).hexdigest()
         self.began = time.monotonic()
-        self._offset = max(0.0, time.time() - parts.founded)
+        # a clock that was set back between two lives does not make an arrival earlier than its task
+        known = [receipt.arrived for receipt in parts.door.receipts.values()]
+        known += [lease.task.started for lease in parts.door.server.leases.values()]
+        self._offset: float = max([0.0, time.time() - parts.founded, *known])
         self.fold = Fold(parts.door, self._told, ended=ended)
         stale = parts.manners.max_staleness if parts.manners.stale == "restart" else None
         self.desk = Desk(
@@ -261,6 +263,8 @@ class Service:
                     gauge.set(values[name])
             if self.parts.row is not None:
                 self.parts.row(row)
+        except (InputError, OSError) as error:  # the disk is full, say: the next version is measured
+            log.error("a measurement failed: %s", error)
         finally:
             self.measuring = False
             if self.wanted:  # a newer version came meanwhile
@@ -350,36 +354,3 @@ class Totals:
         if loss is not None and math.isfinite(loss):
             self.told += 1
             self.loss += loss
-
-
-class Audit:
-    """Who did what, one line of JSON each; the file is turned over at 64 MiB, five are kept."""
-
-    MOST, FILES = 64 * MIB, 5
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=MIB)
-            path.chmod(0o600)
-        except OSError as error:
-            raise InputError(f"{path} cannot be written ({error.strerror}): choose another folder") from error
-
-    def note(self, act: str, **values: Any) -> None:
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._file.write(json.dumps({"when": when, "act": act, **values}, separators=(",", ":")) + "\n")
-
-    def flush(self) -> None:
-        self._file.flush()
-        if self._file.tell() > self.MOST:
-            self._file.close()
-            for number in range(self.FILES - 1, 0, -1):
-                older = self.path.with_suffix(f".{number}.jsonl")
-                if older.exists():
-                    os.replace(older, self.path.with_suffix(f".{number + 1}.jsonl"))
-            os.replace(self.path, self.path.with_suffix(".1.jsonl"))
-            self._file = self.path.open("a", encoding="utf-8", buffering=MIB)
-
-    def close(self) -> None:
-        self._file.close()

@@ -22,6 +22,7 @@ from afield.runtimes.service.events import History, values_of
 from afield.runtimes.service.fold import Act, Batch, BrokenError, Fold, FullError, Leased
 
 log = logging.getLogger(__name__)
+RETRY = 1.0  # seconds until a task that could not be taken back is looked at again
 REMEMBERED = 10_000  # tasks of which it is known how they ended
 
 
@@ -210,8 +211,13 @@ class Desk:
 
     def _taken_back(self, found: Open, why: str, done: asyncio.Future[None]) -> None:
         task = found.task
-        if done.cancelled() or done.exception() is not None or task.number not in self.open:
-            return  # answered in the meantime, or the server is ending
+        if done.cancelled() or task.number not in self.open:
+            return  # the server is ending, or it was answered in the meantime
+        if done.exception() is not None:  # the disk is full, say: its slot must not be lost for ever
+            if found.timer is not None:
+                found.timer.cancel()
+            found.timer = self.loop.call_later(RETRY, self._due, found)
+            return
         self.endings[task.number] = why
         while len(self.endings) > REMEMBERED:
             self.endings.popitem(last=False)

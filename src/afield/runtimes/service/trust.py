@@ -6,13 +6,15 @@ mode 0600 beside the run folder, never in it; a running server reads it again wh
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -88,26 +90,27 @@ class Book:
         certificate: bytes | None = None,
     ) -> tuple[Holder, str]:
         """A new holder, and its token: the only time that it can be seen. For a certificate (DER) there is none."""
-        self._read()
         name, made = secrets.token_hex(4), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         token = "" if certificate is not None else f"{PREFIX}_{name}_{secrets.token_urlsafe(32)}"
         kind = "token" if certificate is None else "certificate"
         print_ = hashed(token.encode() if certificate is None else certificate)
         chosen = None if clients is None else tuple(sorted(set(clients)))
         holder = Holder(name, kind, print_, chosen, operator, note, made)
-        self.holders[name] = holder
-        self._write()
+        with self._alone():
+            self.holders[name] = holder
+            self._write()
         return holder, token
 
     def revoke(self, name: str) -> Holder:
         self._read()
         if name not in self.holders:
             raise InputError(f"no token has the id {name!r}: afield token list shows them")
-        found = self.holders[name]
-        if not found.revoked:
-            found = replace(found, revoked=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-            self.holders[name] = found
-            self._write()
+        with self._alone():
+            found = self.holders[name]
+            if not found.revoked:
+                found = replace(found, revoked=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+                self.holders[name] = found
+                self._write()
         return found
 
     def rotate(self, name: str) -> tuple[Holder, str]:
@@ -120,6 +123,22 @@ class Book:
         return self.add(old.clients, operator=old.operator, note=old.note)
 
     # -- the file ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The book as it is now, which nobody else changes meanwhile: a token or a revocation would be lost."""
+        path = self.path.with_suffix(".lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written ({error.strerror}): choose another --keys") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._read()
+            yield
+        finally:
+            os.close(fd)
 
     def _look(self) -> None:
         now = self.clock()
@@ -151,7 +170,6 @@ class Book:
         self.holders = {holder.id: holder for holder in found}
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = json.dumps({"holders": [asdict(holder) for holder in self.holders.values()]}, indent=1)
         write_secret(self.path, text.encode())
         self._seen = self._mark()
@@ -160,14 +178,22 @@ class Book:
 def write_secret(path: Path, data: bytes) -> None:
     """Replace a file that only its owner may read; it is there whole or not at all."""
     draft = path.with_name(path.name + ".draft")
-    draft.unlink(missing_ok=True)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(draft, path)
+        draft.unlink(missing_ok=True)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(
+            fd, "wb"
+        ) as file:  # os.write may stop half-way on a full disk, and say so only by a number
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise InputError(
+            f"{path} cannot be written ({error.strerror}): make room, or choose another --keys; it is as it was"
+        ) from error
 
 
 def hashed(data: bytes) -> str:
