@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,16 +14,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from durably import durable
 from safetensors.torch import load, save
-from served import body_of, live, put, until
+from served import SOON, body_of, live, put, until
 from tiny import tiny
 
 from afield.core.types import Receipt
 from afield.experiments.serve import Keeping
 from afield.runtimes.service import bodies
 from afield.runtimes.service.client import RemoteTask
+from afield.runtimes.service.fold import Act, Batch, BrokenError, Fold
 from afield.runtimes.service.service import Terms
 from afield.runtimes.service.wire import TYPE
+from afield.strategies import FedBuff
 
 
 def ask(client: Any) -> RemoteTask:
@@ -372,3 +376,21 @@ def test_the_folder_is_as_a_simulations(tmp_path: Path) -> None:
         for n in parquet.read_table(file)["number"].to_pylist()
     ]
     assert numbers == list(range(7))
+
+
+def test_what_was_done_is_answered_though_telling_of_it_fails(tmp_path: Path) -> None:
+    async def asked() -> int:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: seen.append(told["exception"]))
+        with durable(FedBuff(size=3), tmp_path) as door:
+            fold = Fold(door, told=failing, ended=str)
+            fold.start()
+            task = await asyncio.wait_for(fold.put(Act.CHECKOUT, (1, 0.0)), SOON)
+            await fold.stop()
+        return task.task.client
+
+    def failing(batch: Batch) -> None:
+        raise BrokenError("the journal")
+
+    seen: list[BaseException] = []
+    assert asyncio.run(asked()) == 1
+    assert [str(one) for one in seen] == ["the journal"]

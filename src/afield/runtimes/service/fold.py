@@ -188,14 +188,16 @@ class Fold:
 
     def _deliver(self, batch: Batch, answers: list[tuple[Order, Any]]) -> None:
         self.version = batch.version
-        self.told(batch)
-        for order, value in answers:
-            if order.answer.done():
-                continue  # who asked has gone
-            if isinstance(value, Exception):
-                order.answer.set_exception(value)
-                order.answer.exception()  # looked at: nobody may be waiting
-            else:
-                order.answer.set_result(value)
-        if self.broken:
-            self.ended(self.broken)
+        try:
+            self.told(batch)
+        finally:  # what was done is answered, whatever those who are told make of it
+            for order, value in answers:
+                if order.answer.done():
+                    continue  # who asked has gone
+                if isinstance(value, Exception):
+                    order.answer.set_exception(value)
+                    order.answer.exception()  # looked at: nobody may be waiting
+                else:
+                    order.answer.set_result(value)
+            if self.broken:
+                self.ended(self.broken)
