@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -95,7 +95,7 @@ class AloneTrainer(BlockTrainer):
                 tape = self.steps.get(many=False, short=short[step], rate=rate)
                 found = tape(1, *parameters, inputs[0], targets[0], *more)
                 if rate is None:
-                    descend(self.local, held, list(found[:moving]), corrected(step))
+                    descend(self.local, held, list(found[:moving]), partial(corrected, step))
                 loss.add_(found[moving])
             torch._foreach_copy_(list(self.layout.views(model).values()), parameters)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -221,7 +221,7 @@ class BlockTrainer:
                     more += draw
                 found = tape(rows, *given, *self._examples(deal.picks[step, :rows], *draw), *more)
                 if rate is None:
-                    descend(self.local, now, list(found[:moving]), corrected(step))
+                    descend(self.local, now, list(found[:moving]), partial(corrected, step))
                 sum_of.add_(found[moving])
                 self._keep(kept, list(found[moving + 1 :]), short[step])
             if sums:

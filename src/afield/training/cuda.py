@@ -258,20 +258,22 @@ class GraphTrainer(BlockTrainer):
         if not whole:
             weights = held.weights.rows(first)
             weights.corrections = [part[first] for part in held.corrections] if bent else []
-            descend(self.local, weights, self._widened(list(found[:moving])), self._scales(held))
-        held.losses[first] += found[moving]
+            gradients = self._widened(list(found[:moving]))
+            descend(self.local, weights, gradients, lambda: self._now(held.scales, held).unbind())
+        held.losses[first].add_(found[moving])  # by += it would be copied on to itself
         self._keep([part[first] for part in held.sums], list(found[moving + 1 :]), short)
         held.step += 1
 
     def _halved(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Matrices and kernels in bfloat16, where that is the precision: one launch for all."""
+        """What a step takes in bfloat16, where that is the precision: one launch for all."""
         if not self.steps.half:
             return parameters
-        large = [place for place in range(self._count) if len(self.layout.shapes[place]) > 1]
-        halves = [torch.empty_like(parameters[place], dtype=torch.bfloat16) for place in large]
-        torch._foreach_copy_(halves, [parameters[place] for place in large])
+        names = self.layout.names[: self._count]
+        chosen = [place for place, name in enumerate(names) if name in self.steps.halves]
+        halves = [torch.empty_like(parameters[place], dtype=torch.bfloat16) for place in chosen]
+        torch._foreach_copy_(halves, [parameters[place] for place in chosen])
         found = list(parameters)
-        for place, half in zip(large, halves, strict=True):
+        for place, half in zip(chosen, halves, strict=True):
             found[place] = half
         return found
 
@@ -289,7 +291,3 @@ class GraphTrainer(BlockTrainer):
     def _now(self, table: Tensor, held: Held) -> Tensor:
         """The row of a table of steps for this step."""
         return table.index_select(0, held.step[:1])[0]
-
-    def _scales(self, held: Held) -> tuple[Tensor, Tensor]:
-        first, second = self._now(held.scales, held).unbind()
-        return first, second

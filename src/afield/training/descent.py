@@ -6,7 +6,7 @@ The same for stacked weights (one row per client) and for one client's: torch's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,9 +58,9 @@ def corrected(step: int) -> tuple[float, float]:
 
 
 def descend(
-    local: Local, weights: Weights, gradients: Tensors, scales: tuple[float | Tensor, float | Tensor]
+    local: Local, weights: Weights, gradients: Tensors, scales: Callable[[], Sequence[float | Tensor]]
 ) -> None:
-    """One step, in place. `scales`: see `corrected`."""
+    """One step, in place. `scales`: see `corrected`; asked by AdamW alone, as on a GPU it takes a launch."""
     moving = weights.moving
     if weights.anchors:
         gradients = torch._foreach_add(gradients, moving, alpha=local.prox)
@@ -73,11 +73,11 @@ def descend(
         torch._foreach_lerp_(first, gradients, 1 - BETAS[0])
         torch._foreach_mul_(second, BETAS[1])
         torch._foreach_addcmul_(second, gradients, gradients, value=1 - BETAS[1])
-        root = torch._foreach_sqrt(second)
-        torch._foreach_div_(root, scales[1])
+        root, (scale, deviation) = torch._foreach_sqrt(second), scales()
+        torch._foreach_div_(root, deviation)
         torch._foreach_add_(root, EPS)
         change = torch._foreach_div(first, root)
-        torch._foreach_mul_(change, local.rate / scales[0])
+        torch._foreach_mul_(change, local.rate / scale)
         torch._foreach_sub_(moving, change)
         return
     if local.weight_decay:

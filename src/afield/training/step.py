@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from afield.core.flat import Layout
 from afield.training.layers import BlockNorm, KeyedDropout, Moment, keyed, normed, variances
@@ -65,6 +66,7 @@ class Steps:
         parts = dict(self._module.named_modules())
         self._loss, self._batch = loss, batch
         self.half, self._last = precision == "bfloat16", channels_last
+        self.halves = _halves(self._module)
         self._constants = [*self._module.buffers()]
         self._inputs, self._targets = inputs[:1], targets[:1]
         norms = {name: part for name, part in parts.items() if isinstance(part, BlockNorm) and part.tracks}
@@ -130,7 +132,8 @@ class Steps:
         if self._last and not rows:
             values = [channels_last(v) if v.ndim == 4 else v for v in values]
         if self.half:
-            values = [v.to(torch.bfloat16) if v.ndim - len(rows) > 1 else v for v in values]
+            named = zip(self._parameters(), values, strict=True)
+            values = [v.to(torch.bfloat16) if name in self.halves else v for name, v in named]
         values += [filled(self._inputs), filled(self.targets(self._targets))]
         if short:
             values.append(torch.full((*rows, self._batch), 1.0 / self._batch, dtype=kind, device=device))
@@ -221,6 +224,19 @@ class Steps:
         for name, part in self._module.named_modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
                 raise CannotRecord(f"{name or 'the model'} has hooks")
+
+
+def _halves(module: nn.Module) -> frozenset[str]:
+    """What a step in bfloat16 takes in that type: weights, and the biases of convolutions and linear layers.
+
+    Autocast would cast each by a launch of its own, and its gradient back by another. Norms keep float32.
+    """
+    biases = {
+        f"{name}.bias" if name else "bias"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Linear, _ConvNd))
+    }
+    return frozenset(n for n, p in module.named_parameters() if p.ndim > 1 or n in biases)
 
 
 def channels_last(kernels: Tensor) -> Tensor:

@@ -205,8 +205,8 @@ class StreamTrainer(GraphTrainer):
         moving = 0 if whole else len(self.facts.trainable)
         if not whole:
             weights = replace(mine.weights, corrections=mine.corrections if bent else [])
-            first, second = held.scales.index_select(0, step)[0].unbind()
-            descend(self.local, weights, self._widened(list(found[:moving])), (first, second))
-        held.losses[lane] += found[moving]
+            gradients = self._widened(list(found[:moving]))
+            descend(self.local, weights, gradients, lambda: held.scales.index_select(0, step)[0].unbind())
+        held.losses[lane].add_(found[moving])  # by += it would be copied on to itself
         self._keep(mine.sums, list(found[moving + 1 :]), short)
         step += 1
