@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from afield.training.models import MnistCnn, build
 from afield.training.rewrite import simplified
+from afield.training.step import Steps
 from afield.training.tape import Tape, compiled, record
 
 
@@ -84,3 +86,65 @@ def test_other_uses_of_a_relu_stay(function: Callable[[Tensor], Tensor]) -> None
             compiled(tape)(1, values, weights), compiled(short)(1, values, weights), strict=True
         ):
             assert torch.equal(right, found)
+
+
+@pytest.mark.parametrize("window", [(2, 2, 0), (3, 2, 1)])
+@pytest.mark.parametrize("rectified", [False, True])
+def test_a_bias_behind_pooling_gives_the_same(window: tuple[int, int, int], rectified: bool) -> None:
+    """In float64, where no two sums of a window are equal."""
+
+    def both(*values: Tensor) -> tuple[Tensor, ...]:
+        inputs, kernels, bias, weights = values
+        moving = [inputs, kernels, bias]
+        for value in moving:
+            value.requires_grad_()
+        found = functional.conv2d(inputs, kernels, bias, padding=1)
+        found = functional.max_pool2d(found.relu() if rectified else found, *window)
+        return found.detach(), *torch.autograd.grad(found, moving, weights)
+
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(4, 3, 9, 8), (5, 3, 3, 3), (5,)]
+    values = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    pooled = functional.max_pool2d(functional.conv2d(*values, padding=1), *window)
+    values.append(torch.randn(pooled.shape, generator=draw, dtype=torch.float64))
+    tape = record(both, [value.clone() for value in values])
+    late = simplified(tape, half=True)
+    [convolution] = [line for line in late.lines if line.operation is torch.ops.aten.convolution.default]
+    assert convolution.args[2] is None
+    assert "add" not in {name.split(".")[0] for name in names(simplified(tape))}
+    with torch.inference_mode():
+        for right, found in zip(compiled(tape)(1, *values), compiled(late)(1, *values), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda c: functional.max_pool2d(c, 2).sum() + c.sum(),  # the sums are read elsewhere
+        lambda c: c.relu().sum(),
+        lambda c: functional.avg_pool2d(c, 2).sum(),
+    ],
+)
+def test_other_biases_stay_where_they_are(function: Callable[[Tensor], Tensor]) -> None:
+    def both(inputs: Tensor, kernels: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        moving = [inputs.requires_grad_(), kernels.requires_grad_(), bias.requires_grad_()]
+        return torch.autograd.grad(function(functional.conv2d(*moving)), moving)
+
+    draw = torch.Generator().manual_seed(4)
+    tape = record(both, [torch.randn(shape, generator=draw) for shape in [(4, 3, 9, 8), (5, 3, 3, 3), (5,)]])
+    assert names(simplified(tape, half=True)) == names(simplified(tape))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_a_step_in_bfloat16_is_spared(precision: str) -> None:
+    """No bias is cast by itself, nor added before pooling; in float32 all is as torch has it."""
+    inputs, targets = torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.long)
+    steps = Steps(build(MnistCnn(), (1, 28, 28), 10, 0), "cross-entropy", inputs, targets, 8, precision)
+    steps.get(many=False, short=False)
+    lines = steps._tapes[False, False].lines
+    biases = [line.args[2] for line in lines if line.operation is torch.ops.aten.convolution.default]
+    casts = [line for line in lines if line.operation is torch.ops.aten._to_copy.default]
+    # of the images, the logits and their gradients
+    assert ([bias is None for bias in biases], len(casts)) == (
+        ([True, True], 3) if precision == "bfloat16" else ([False, False], 0)
+    )

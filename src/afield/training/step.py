@@ -86,7 +86,7 @@ class Steps:
         key = (many, short, rate)
         if key not in self._made:
             if (many, short) not in self._tapes:
-                self._tapes[many, short] = simplified(self._record(many, short))
+                self._tapes[many, short] = simplified(self._record(many, short), self.half)
             tape = self._tapes[many, short]
             if rate is not None:
                 names = list(self._parameters())
