@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from afield.experiments.serve import FLUSHED, LiveFolder
 from afield.runtimes.service import tasks
 from afield.runtimes.service.audit import Audit
 from afield.runtimes.service.client import Client
+from afield.runtimes.service.serve import Listen, bound
 from afield.runtimes.service.service import Terms
 
 NET = """
@@ -442,3 +444,11 @@ def test_the_command_line_from_end_to_end(tmp_path: Path) -> None:
         httpx.Client(base_url=process.url, headers={"Authorization": f"Bearer {process.token}"}) as http,
     ):
         assert put(http, task, body_of(task)).json()["number"] == task.number
+
+
+@pytest.mark.parametrize(("host", "remedy"), [("203.0.113.9", "--host"), ("127.0.0.1", "--port")])
+def test_an_address_that_cannot_be_listened_on(host: str, remedy: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = Listen(host=host, port=taken.getsockname()[1], insecure=True)
+        with pytest.raises(InputError, match=rf"cannot be listened on \(.*\): choose another {remedy}"):
+            bound(listen)

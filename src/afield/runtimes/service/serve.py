@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import logging
@@ -217,8 +218,11 @@ def bound(listen: Listen) -> socket.socket:
         made.bind((listen.host, listen.port))
     except OSError as error:
         made.close()
+        # a name that nobody knows, or an address that is not this machine's
+        elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        other = "--host: an address of this machine, or 0.0.0.0 for all" if elsewhere else "--port"
         raise InputError(
-            f"{listen.host}:{listen.port} cannot be listened on ({error.strerror}): choose another --port"
+            f"{listen.host}:{listen.port} cannot be listened on ({error.strerror}): choose another {other}"
         ) from error
     made.setblocking(False)
     return made
