@@ -187,11 +187,11 @@ def test_receipts_are_split_into_files(
 def test_a_file_that_several_write_is_whole_at_any_moment(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     texts = [json.dumps([number] * 2000 * (number + 1)) for number in range(4)]
-    write_whole(file, texts[0])
+    write_whole(file, texts[0], alone=False)
 
     def often(text: str) -> None:
         for _ in range(50):
-            write_whole(file, text)
+            write_whole(file, text, alone=False)
 
     with ThreadPoolExecutor(4) as pool:
         writers = [pool.submit(often, text) for text in texts]

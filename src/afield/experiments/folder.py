@@ -208,9 +208,10 @@ def receipts_of(found: Mapping[str, Any]) -> list[Receipt]:
     return [Receipt(*row) for row in zip(*parts, strict=True)]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all, whoever else writes it at that moment."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}{DRAFT}")
+def write_whole(path: Path, text: str, alone: bool = True) -> None:
+    """Write a file that is there as a whole or not at all; not `alone`: others may write it at that moment."""
+    mark = "" if alone else f".{os.getpid()}-{get_ident()}"  # alone, a draft that was left is written over
+    draft = path.with_name(f".{path.name}{mark}{DRAFT}")
     with named(path, "write"):
         draft.write_text(text, encoding="utf-8")
         _synced(draft)

@@ -275,7 +275,7 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{file.parent} holds {key} {old.get(key)!r}, not {plan[key]!r}: choose another --out"
             )
-    write_whole(file, json.dumps(plan, indent=1) + "\n")  # other shares may read it
+    write_whole(file, json.dumps(plan, indent=1) + "\n", alone=False)  # by other shares
 
 
 # -- the runs ---------------------------------------------------------------------------------------
