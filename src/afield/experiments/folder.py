@@ -20,7 +20,7 @@ from torch import nn
 from afield.core.errors import InputError
 from afield.core.types import Receipt
 from afield.experiments.tracking import Trackers
-from afield.store.files import named
+from afield.store.files import DRAFT, named, whole
 
 SUMMARY = "summary.json"
 CONFIG = "config.toml"
@@ -29,7 +29,6 @@ EXPERIMENT = "experiment.toml"  # the plan of all runs, in the folder of an expe
 ENVIRONMENT, METRICS, DIAGNOSTICS = "environment.json", "metrics.jsonl", "diagnostics.jsonl"
 CLIENTS = "clients.json"
 MODEL = "model.safetensors"
-DRAFT = ".draft"  # ends the name of what is being written
 START: Mapping[str, Any] = {"sizes": {METRICS: 0, DIAGNOSTICS: 0}, "files": 0, "rows": None}
 ROWS = 50_000  # receipts per file
 log = logging.getLogger("afield")
@@ -154,9 +153,7 @@ class RunFolder:
     def _show(self) -> None:
         """The receipts of no file yet, for who follows the run (`afield watch`); `resume` does not need them."""
         if self._rows:
-            part = self._part
-            write_receipts(self._rows, part.with_suffix(".draft"))
-            os.replace(part.with_suffix(".draft"), part)
+            write_receipts(self._rows, self._part)
 
     @property
     def _part(self) -> Path:
@@ -175,7 +172,7 @@ class RunFolder:
 
 
 def write_receipts(rows: Sequence[Receipt], path: Path) -> None:
-    """One file of the log."""
+    """One file of the log; who is killed half-way leaves none that cannot be read."""
     import pyarrow as pa  # here: machines that only simulate from Python need no pyarrow
     from pyarrow import parquet
 
@@ -183,7 +180,9 @@ def write_receipts(rows: Sequence[Receipt], path: Path) -> None:
     for column in fields(Receipt):
         kind = getattr(pa, _KINDS[str(column.type)])()
         found[column.name] = pa.array([getattr(row, column.name) for row in rows], kind)
-    parquet.write_table(pa.table(found), path)
+    draft = path.with_suffix(DRAFT)
+    parquet.write_table(pa.table(found), draft)
+    os.replace(draft, path)
 
 
 def columns(rows: Sequence[Receipt]) -> dict[str, Any]:
@@ -210,12 +209,9 @@ def receipts_of(found: Mapping[str, Any]) -> list[Receipt]:
 
 def write_whole(path: Path, text: str, alone: bool = True) -> None:
     """Write a file that is there as a whole or not at all; not `alone`: others may write it at that moment."""
-    mark = "" if alone else f".{os.getpid()}-{get_ident()}"  # alone, a draft that was left is written over
-    draft = path.with_name(f".{path.name}{mark}{DRAFT}")
     with named(path, "write"):
-        draft.write_text(text, encoding="utf-8")
-        _synced(draft)
-        os.replace(draft, path)
+        # alone, a draft that was left is written over
+        whole(path, text.encode(), mark="" if alone else f".{os.getpid()}-{get_ident()}")
 
 
 def _synced(path: Path) -> int:

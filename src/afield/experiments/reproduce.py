@@ -19,13 +19,14 @@ from typing import Any
 
 from afield.core.errors import InputError
 from afield.experiments.config import Config, Sweep
-from afield.experiments.folder import DRAFT, STORE, write_whole
+from afield.experiments.folder import STORE, write_whole
 from afield.experiments.keep import Asking, clear, finished, stoppable, stored
 from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
 from afield.experiments.run import prepare, run
 from afield.experiments.sweep import prepare_all, run_together
 from afield.runtimes.rows import Measurement
+from afield.store.files import DRAFT
 
 PLAN = "plan.json"
 Say = Callable[[str], None]

@@ -19,7 +19,7 @@ from afield.core.flat import Layout
 from afield.core.server import Server
 from afield.core.types import Receipt, Scene
 from afield.experiments.config import Config, config, read
-from afield.experiments.folder import check_new, environment, write_receipts
+from afield.experiments.folder import check_new, environment, write_receipts, write_whole
 from afield.experiments.keep import SHARE
 from afield.experiments.own import own_evaluator, own_module
 from afield.experiments.run import prepare
@@ -162,13 +162,14 @@ class LiveFolder:
             with named(path, "make"):
                 (path / "receipts").mkdir(parents=True)
             self.config, self.founded = wanted, time.time()
-            _write(path / "config.toml", wanted.toml())
+            # the store cannot be opened again without these: on the disk before the first update is
+            write_whole(path / "config.toml", wanted.toml())
             (path / "environment.json").write_text(
                 json.dumps(environment(), indent=2) + "\n", encoding="utf-8"
             )
             # last: its presence says that the rest is there
             told = {"founded": self.founded, "own": own, "privacy": privacy and asdict(privacy)}
-            _write(self._book, json.dumps(told) + "\n")
+            write_whole(self._book, json.dumps(told) + "\n")
             sync_folder(path)
         self.measured = _measured(path / "metrics.jsonl")
         with named(path / "metrics.jsonl", "write"):
@@ -244,11 +245,9 @@ class LiveFolder:
         """On the writer's thread: every file that waits; one that fails keeps its turn, so that there is no gap."""
         while self._waiting:
             rows, path = self._waiting[0]
-            draft = path.with_suffix(".draft")  # who is killed half-way leaves no file that cannot be read
             try:
                 with named(path, "write"):
-                    write_receipts(rows, draft)
-                    draft.replace(path)
+                    write_receipts(rows, path)
             except InputError as error:
                 log.error("receipts wait for their file: %s", error)
                 return
@@ -274,17 +273,6 @@ def _terms(privacy: Mapping[str, float] | None) -> str:
     if privacy is None:
         return "no differential privacy (no --clip)"
     return " ".join(f"--{name} {value:g}" for name, value in privacy.items())
-
-
-def _write(path: Path, text: str) -> None:
-    """A file without which the store cannot be opened again: on the disk whole, before the first update is."""
-    draft = path.with_suffix(".draft")
-    with named(path, "write"):
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
 
 
 def _cut(file: Path) -> None:

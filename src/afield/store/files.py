@@ -7,13 +7,14 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from afield.core.errors import InputError
 
 Piece = Any  # whatever has the buffer protocol: bytes, a memoryview, a numpy array of bytes
+DRAFT = ".draft"  # ends the name of what is being written
 AT_ONCE = 512  # pieces in one call of writev: the system allows 1,024
 PAGE = mmap.PAGESIZE
 STEP = 8 * 2**20  # bytes in one call: the disk writes them while the next ones are summed up and copied
@@ -120,6 +121,26 @@ def rename(old: Path, new: Path) -> None:
     reached("rename", -1, (old, new))
     os.replace(old, new)
     sync_folder(new.parent)
+
+
+def whole(path: Path, *pieces: bytes | memoryview, mode: int = 0o666, mark: str = "") -> None:
+    """Write a file that is there as a whole, and on the disk, or not at all: what was there stays until then.
+
+    `mark` tells its draft from those of others who may write the same file at that moment.
+    """
+    draft = path.with_name(f".{path.name}{mark}{DRAFT}")
+    try:
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def remove(path: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from torch import Tensor
 
 from afield.core.errors import InputError
 from afield.runtimes.service.wire import Wire, raw
-from afield.store.files import named
+from afield.store.files import named, whole
 
 ENDING = ".safetensors"
 
@@ -42,7 +41,8 @@ class Kept:
         """Write a version, if it is not there; the oldest that nobody promoted go."""
         path = self.path(version)
         if not path.exists():
-            _write(path, self.wire.head("full", {"version": str(version)}), raw(vector.cpu()))
+            with named(path, "write"):
+                whole(path, self.wire.head("full", {"version": str(version)}), raw(vector.cpu()))
         spare = [one for one in self.versions() if one not in self.history]
         for old in spare[: -self.keep_last]:
             self.path(old).unlink(missing_ok=True)
@@ -61,24 +61,9 @@ class Kept:
         return self.history[-1]
 
     def _note(self, history: list[int]) -> None:
-        _write(self._book, json.dumps(history).encode())
+        with named(self._book, "write"):
+            whole(self._book, json.dumps(history).encode())
         self.history = history
 
     def read(self, version: int) -> Tensor:
         return self.wire.read(bytearray(self.path(version).read_bytes())).vector
-
-
-def _write(path: Path, *pieces: bytes | memoryview) -> None:
-    """A file that is there whole, and on the disk, or not at all."""
-    draft = path.with_suffix(".draft")
-    with named(path, "write"):
-        try:
-            with draft.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise

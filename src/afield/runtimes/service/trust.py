@@ -14,11 +14,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from afield.core.errors import InputError
+from afield.store.files import whole
 
 PREFIX = "afield"
 LOOKED = 1.0  # seconds between two looks at the book's file
@@ -177,20 +178,9 @@ class Book:
 
 def write_secret(path: Path, data: bytes) -> None:
     """Replace a file that only its owner may read; it is there whole or not at all."""
-    draft = path.with_name(path.name + ".draft")
     try:
-        draft.unlink(missing_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(
-            fd, "wb"
-        ) as file:  # os.write may stop half-way on a full disk, and say so only by a number
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        whole(path, data, mode=0o600)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise InputError(
             f"{path} cannot be written ({error.strerror}): make room, or choose another --keys; it is as it was"
         ) from error
