@@ -96,9 +96,19 @@ class Skips(nn.Module):
         return self.last(hidden.relu() + hidden)
 
 
+def pools() -> nn.Module:
+    """Convolutions that end in ReLU and max pooling: of many clients they go by training/convpool.py."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(3, 18, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(72, 4)),
+    )
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
+    "pools": pools,
     "frozen": frozen,
     "tied": Tied,
     "skips": Skips,
@@ -193,9 +203,10 @@ HALVED = [
     for device in ("cpu", "cuda")
     for maker in ("graph", "streams", "streams-last")
     for module in MODULES
-    # skips: one unit on the other side of its ReLU's kink, and a step is 20 % apart, in torch's own autocast too
+    # skips: one unit on the other side of its ReLU's kink, and a step is 20 % apart, in torch's own autocast too;
+    # pools: likewise where another of a window is the largest (in bfloat16: test_convpool.py)
     # cnn by stacked convolutions: a CPU has none in bfloat16
-    if module != "skips" and (device, maker, module) != ("cpu", "graph", "cnn")
+    if module not in ("skips", "pools") and (device, maker, module) != ("cpu", "graph", "cnn")
 ]
 
 

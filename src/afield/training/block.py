@@ -40,6 +40,7 @@ class BlockTrainer:
     """
 
     method: ClassVar[str] = "vmap"
+    convolves: ClassVar[bool] = False  # by training/convpool.py, where it can
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class BlockTrainer:
         self._module, self._loss = module, loss
         self._near = NEAR if precision == "float32" else 100 * NEAR
         self._inputs, labels = data.inputs.to(self.device), data.targets.to(self.device)
-        self.steps = Steps(module, loss, self._inputs, labels, self.batch, precision, last)
+        self.steps = Steps(module, loss, self._inputs, labels, self.batch, precision, last, self.convolves)
         self.facts = self.steps.facts
         self.layout = self.facts.layout
         self._check(labels)

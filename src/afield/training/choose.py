@@ -13,6 +13,7 @@ from afield.core.errors import InputError, one_of
 from afield.core.protocols import Data
 from afield.training import workers
 from afield.training.block import BlockTrainer
+from afield.training.convpool import stackable
 from afield.training.cuda import GraphTrainer
 from afield.training.local import Local, LoopTrainer
 from afield.training.streams import StreamTrainer
@@ -93,7 +94,7 @@ def trainer(
         if wanted == "vmap":
             return BlockTrainer(*parts, device)  # type: ignore[arg-type]
         if wanted == "graph":
-            kind = StreamTrainer if convolutional(module) else GraphTrainer
+            kind = StreamTrainer if convolutional(module) and not stackable(module) else GraphTrainer
             options = (training.precision, training.channels_last, training.compile)
             return kind(*parts, device, *options)  # type: ignore[arg-type]
     except CannotRecord as reason:

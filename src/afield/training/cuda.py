@@ -102,6 +102,7 @@ class GraphTrainer(BlockTrainer):
     """Stacked weights, one graph per (width, short or not, corrected or not)."""
 
     method: ClassVar[str] = "graph"
+    convolves: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -118,8 +119,9 @@ class GraphTrainer(BlockTrainer):
         self._held: Held | None = None
         self._graphs: dict[tuple[int, bool, bool, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if torch.device(device).type == "cuda" else None
-        # torch 2.11's group norms take nothing but the usual order of memory
-        last = last and not any(isinstance(part, nn.GroupNorm) for part in module.modules())
+        # stacked images have an order of their own; torch 2.11's group norms take nothing but the usual one
+        norms = any(isinstance(part, nn.GroupNorm) for part in module.modules())
+        last = last and not self.convolves and not norms
         self._compiling, self._proving, self._last = compiling, True, last
         super().__init__(module, data, local, seed, loss, device, precision, last)
         self._held, self._graphs, self._proving = None, {}, False  # the proof's were for its own settings
@@ -258,7 +260,9 @@ class GraphTrainer(BlockTrainer):
         if not whole:
             weights = held.weights.rows(first)
             weights.corrections = [part[first] for part in held.corrections] if bent else []
-            gradients = self._widened(list(found[:moving]))
+            gradients = list(found[:moving])
+            if bent or not plain(self.local):  # what plain SGD adds may be of another type
+                gradients = self._widened(gradients)
             descend(self.local, weights, gradients, lambda: self._now(held.scales, held).unbind())
         held.losses[first].add_(found[moving])  # by += it would be copied on to itself
         self._keep([part[first] for part in held.sums], list(found[moving + 1 :]), short)

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from afield.core.flat import Layout
+from afield.training.convpool import convpooled
 from afield.training.layers import BlockNorm, KeyedDropout, Moment, keyed, normed, variances
 from afield.training.local import guesses
 from afield.training.rewrite import descending, simplified
@@ -55,18 +56,22 @@ class Steps:
         batch: int,
         precision: str = "float32",
         channels_last: bool = False,
+        convolves: bool = False,
     ) -> None:
-        """`inputs` and `targets`: a few examples, for their shapes; `batch`: of a full step."""
+        """`inputs` and `targets`: a few examples, for their shapes; `batch`: of a full step.
+
+        `convolves`: convolutions of many clients go by training/convpool.py, where that knows how.
+        """
         self._moment = Moment()
         own = copy.deepcopy(module).to(inputs.device).train()
-        self._module = normed(keyed(own, self._moment), self._moment)
+        self._module = normed(keyed(convpooled(own) if convolves else own, self._moment), self._moment)
         layout = Layout.of(module)
         self._check(layout)
         parameters = dict(self._module.named_parameters())
         parts = dict(self._module.named_modules())
         self._loss, self._batch = loss, batch
         self.half, self._last = precision == "bfloat16", channels_last
-        self.halves = _halves(self._module)
+        self.halves = _halves(self._module, convolves)
         self._constants = [*self._module.buffers()]
         self._inputs, self._targets = inputs[:1], targets[:1]
         norms = {name: part for name, part in parts.items() if isinstance(part, BlockNorm) and part.tracks}
@@ -226,15 +231,15 @@ class Steps:
                 raise CannotRecord(f"{name or 'the model'} has hooks")
 
 
-def _halves(module: nn.Module) -> frozenset[str]:
+def _halves(module: nn.Module, stacked: bool) -> frozenset[str]:
     """What a step in bfloat16 takes in that type: weights, and the biases of convolutions and linear layers.
 
-    Autocast would cast each by a launch of its own, and its gradient back by another. Norms keep float32.
+    Autocast would cast each by a launch of its own, and its gradient back by another. Norms keep float32, and stacked
+    convolutions the biases: torch 2.11's vmap takes them for another type than the images'.
     """
+    kinds = (nn.Linear,) if stacked else (nn.Linear, _ConvNd)
     biases = {
-        f"{name}.bias" if name else "bias"
-        for name, part in module.named_modules()
-        if isinstance(part, (nn.Linear, _ConvNd))
+        f"{name}.bias" if name else "bias" for name, part in module.named_modules() if isinstance(part, kinds)
     }
     return frozenset(n for n, p in module.named_parameters() if p.ndim > 1 or n in biases)
 

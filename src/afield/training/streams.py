@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class StreamTrainer(GraphTrainer):
 
     With channels_last the weights of convolutions lie in that order while they are trained.
     """
+
+    convolves: ClassVar[bool] = False
 
     @property
     def capacity(self) -> int:
