@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from afield.scenarios.data import ClientData
-from afield.training.choose import trainer
+from afield.training.choose import Training, graphs
 from afield.training.convpool import conv_pool, conv_pool_back, poolings
 from afield.training.cuda import GraphTrainer
 from afield.training.local import Local
-from afield.training.models import MnistCnn, ResNet18, build
+from afield.training.models import Mlp, MnistCnn, ResNet18, build
 from afield.training.streams import StreamTrainer
 
 # rows, batch, high, wide, channels in, channels out, side, padding
@@ -86,17 +86,30 @@ def test_the_kernels_are_the_definition_by_tritons_interpreter() -> None:
     assert done.stdout == "4 sizes agree\n", done.stderr
 
 
-@pytest.mark.gpu
-def test_small_networks_train_stacked_on_a_gpu_and_others_side_by_side() -> None:
+class Last(nn.Module):
+    """Something that a stack of clients does not take."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_networks_train_stacked_and_others_side_by_side(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     draw = torch.Generator().manual_seed(0)
     images, labels = torch.randn(12, 1, 28, 28, generator=draw), torch.randint(10, (12,), generator=draw)
     data = ClientData(images, labels, list(torch.arange(12).split(6)))
 
     def kind(module: nn.Module) -> type:
-        return type(trainer(module, data, Local(batch=3), 0, device="cuda"))
+        return type(graphs(module, data, Local(batch=3), 0, "cross-entropy", device, Training()))
 
-    assert kind(build(MnistCnn(), (1, 28, 28), 10, 0)) is GraphTrainer
+    small = build(MnistCnn(), (1, 28, 28), 10, 0)
+    assert kind(small) is kind(build(Mlp(), (1, 28, 28), 10, 0)) is GraphTrainer
     assert kind(build(ResNet18(), (1, 28, 28), 10, 0)) is StreamTrainer
+    assert not caplog.records
+    assert kind(nn.Sequential(Last(), *small)) is StreamTrainer
+    assert "trained client by client, on streams" in caplog.text
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from afield.core.errors import InputError, one_of
-from afield.core.protocols import Data
+from afield.core.protocols import Data, Pool
 from afield.training import workers
 from afield.training.block import BlockTrainer
 from afield.training.convpool import stackable
@@ -94,9 +94,23 @@ def trainer(
         if wanted == "vmap":
             return BlockTrainer(*parts, device)  # type: ignore[arg-type]
         if wanted == "graph":
-            kind = StreamTrainer if convolutional(module) and not stackable(module) else GraphTrainer
-            options = (training.precision, training.channels_last, training.compile)
-            return kind(*parts, device, *options)  # type: ignore[arg-type]
+            return graphs(*parts, device, training)  # type: ignore[arg-type]
     except CannotRecord as reason:
         log.warning("training.method = %r cannot take this model, it trains by the loop: %s", wanted, reason)
     return LoopTrainer(*parts, device)
+
+
+def graphs(
+    module: nn.Module, data: Pool, local: Local, seed: int, loss: str, device: str, training: Training
+) -> GraphTrainer:
+    """Stacked weights where that is faster: without convolutions, or with those that there are kernels for."""
+    parts = (module, data, local, seed, loss, device)
+    options = (training.precision, training.channels_last, training.compile)
+    if not convolutional(module):
+        return GraphTrainer(*parts, *options)
+    if stackable(module):
+        try:
+            return GraphTrainer(*parts, *options)
+        except CannotRecord as reason:  # a GPU that Triton does not know, say
+            log.warning("its convolutions are trained client by client, on streams: %s", reason)
+    return StreamTrainer(*parts, *options)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from afield.training.local import Local
 log = logging.getLogger("afield")
 
 ROOM = 2**30  # bytes of stacked weights at once
+IMAGES = 2**32  # bytes that the widest convolution would give for all rows, were nothing pooled
 WIDEST = 256
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -129,7 +131,15 @@ class GraphTrainer(BlockTrainer):
     @property
     def capacity(self) -> int:
         """Rows that are trained at once."""
-        return max(1, min(WIDEST, ROOM // (self.layout.size * self.layout.dtype.itemsize)))
+        room = ROOM // (self.layout.size * self.layout.dtype.itemsize)
+        return max(1, min(WIDEST, room, IMAGES // max(1, self._outputs)))
+
+    @cached_property
+    def _outputs(self) -> int:
+        """Bytes that the widest convolution would give for a batch of the inputs' size; 0 without any."""
+        deep = [part.out_channels for part in self._module.modules() if isinstance(part, nn.Conv2d)]
+        pixels = self._inputs.shape[1:].numel() // self._inputs.shape[1] if deep else 0
+        return max(deep, default=0) * self.batch * pixels * (2 if self.steps.half else 4)
 
     def _train(self, deal: Deal) -> tuple[Tensor | list[Tensor], Tensor]:
         models = torch.empty(len(deal), self.layout.size, dtype=self.layout.dtype, device=self.device)

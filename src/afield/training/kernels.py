@@ -202,6 +202,11 @@ def _warps(channels: int) -> int:
     return 4 if channels <= 64 else 8
 
 
+def _stages(kind: torch.dtype) -> int:
+    """Tiles on their way at once: so many that the shared memory of a small GPU (100 kB) holds them."""
+    return 3 if kind.itemsize == 2 else 2
+
+
 def _exact(kind: torch.dtype) -> str:
     """TF32 where convolutions may have it."""
     return "tf32" if kind is not torch.float32 or torch.backends.cudnn.allow_tf32 else "ieee"
@@ -217,7 +222,7 @@ def _sizes(x: Tensor, weight: Tensor, padding: int) -> tuple[int, ...]:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, padding: int, flat: bool) -> tuple[Tensor, Tensor]:
     """See convpool.conv_pool."""
-    rows, sizes = len(x), _sizes(x, weight, padding)
+    rows, sizes, exact, stages = len(x), _sizes(x, weight, padding), _exact(x.dtype), _stages(x.dtype)
     batch, _, _, channels, out, side, _, high, wide = sizes
     kernels = weight.permute(0, 3, 4, 2, 1).contiguous()
     code = torch.empty(rows, batch, high, wide, out, dtype=torch.uint8, device=x.device)
@@ -225,7 +230,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, padding: int, flat: bool) -
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     tiles = 64, _tile(out), _tile(side * side * channels, 32)
     _forward[triton.cdiv(batch * high * wide, tiles[0]), rows](
-        x, kernels, bias, y, code, *sizes, flat, *tiles, _exact(x.dtype), num_warps=_warps(out), num_stages=3
+        x, kernels, bias, y, code, *sizes, flat, *tiles, exact, num_warps=_warps(out), num_stages=stages
     )
     return y, code
 
@@ -234,7 +239,7 @@ def backward(
     gradient: Tensor, code: Tensor, x: Tensor, weight: Tensor, padding: int, flat: bool, into: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See convpool.conv_pool_back."""
-    rows, sizes, exact = len(x), _sizes(x, weight, padding), _exact(x.dtype)
+    rows, sizes, exact, stages = len(x), _sizes(x, weight, padding), _exact(x.dtype), _stages(x.dtype)
     batch, down, across, channels, out, side, _, high, wide = sizes
     images, spread = x.new_empty(0), into or flat
     if spread:
@@ -246,13 +251,23 @@ def backward(
         images, flipped = torch.empty_like(x), weight.flip(3, 4).permute(0, 3, 4, 1, 2).contiguous()
         tiles = 128, _tile(channels), _tile(side * side * out, 32)
         _into[triton.cdiv(batch * down * across, tiles[0]), rows](
-            gradient, flipped, images, *sizes, *tiles, exact, num_warps=_warps(channels), num_stages=3
+            gradient, flipped, images, *sizes, *tiles, exact, num_warps=_warps(channels), num_stages=stages
         )
     count = side * side * channels
     sums = torch.empty(rows, PARTS, count + 1, out, dtype=torch.float32, device=x.device)
     tiles = 64, _tile(out), _tile(count + 1, 64)
     _weights[triton.cdiv(count + 1, tiles[2]), PARTS, rows](
-        gradient, code, x, sums, *sizes, spread, PARTS, *tiles, exact, num_warps=_warps(out), num_stages=3
+        gradient,
+        code,
+        x,
+        sums,
+        *sizes,
+        spread,
+        PARTS,
+        *tiles,
+        exact,
+        num_warps=_warps(out),
+        num_stages=stages,
     )
     both = sums.sum(dim=1)
     kernels = both[:, :count].view(rows, side, side, channels, out).permute(0, 4, 3, 1, 2)
