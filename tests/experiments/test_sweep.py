@@ -139,3 +139,13 @@ def test_sgd_goes_with_the_others_on_all_data() -> None:
     runs = prepare_all(experiment({**TABLE, "seeds": [0], "variants": variants}).runs)
     clients = [len(prepared.simulator.trainer.data.sizes) for prepared in runs]
     assert clients == [8, 1, 8]
+
+
+@pytest.mark.parametrize(("seconds", "snapshots"), [("inf", 0), (1000.0, 1)])
+def test_snapshots_every_so_often_or_never(seconds: str | float, snapshots: int, tmp_path: Path) -> None:
+    table = {**SWAPPED, "seeds": [0], "runtime": {"snapshots": {"seconds": float(seconds)}}}
+    rows = run_together(prepare_all(experiment(table).runs), [tmp_path / str(n) for n in range(3)])
+    for _ in range(20):
+        next(rows)
+    assert len(list((tmp_path / "store").glob("*.snapshot"))) == snapshots
+    rows.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -171,6 +172,11 @@ class Kept:
 
     def _versions(self) -> int:
         return sum(record.simulator.server.version for record in self.records)
+
+    @property
+    def first(self) -> bool:
+        """Whether there is none yet, and shall be: it says which runs go together."""
+        return self.empty and self.rule.seconds < math.inf
 
     def due(self) -> bool:
         if self.rule.versions is not None and self._versions() - self.versions >= self.rule.versions:

@@ -66,7 +66,7 @@ def run_together(
                         records[number].write(row)
                         yield number, row
             asked = asking is not None and asking.asked
-            if alive and (keeping.empty or asked or keeping.due()):
+            if alive and (asked or keeping.first or keeping.due()):
                 keeping.save()
                 if asked:
                     raise StoppedError
