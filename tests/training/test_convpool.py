@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from afield.scenarios.data import ClientData
 from afield.training.choose import Training, graphs
-from afield.training.convpool import conv_pool, conv_pool_back, poolings
+from afield.training.convpool import ConvPool, conv_pool, conv_pool_back, poolings
 from afield.training.cuda import GraphTrainer
 from afield.training.local import Local
 from afield.training.models import Mlp, MnistCnn, ResNet18, build
@@ -172,3 +172,22 @@ def test_what_is_another_layer_is_left_as_it_is(layers: tuple[nn.Module, ...]) -
     assert poolings(nn.Sequential(*layers)) == []
     whole = nn.Sequential(CONV, RELU, POOL, *layers)
     assert [place for _, place in poolings(whole)] == [0]
+
+
+def test_a_layer_that_somebody_looks_at_stays() -> None:
+    relu = nn.ReLU()
+    relu.register_forward_hook(lambda *_: None)
+    assert poolings(nn.Sequential(CONV, relu, POOL)) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_wherever_vmap_keeps_the_clients(place: int) -> None:
+    images, weight, bias = drawn(SIZES[1])
+    conv = nn.Conv2d(3, 5, 3)
+    layer = ConvPool(conv, flat=False)
+
+    def one(client: Tensor, kernels: Tensor, biases: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": kernels, "bias": biases}, (client,))
+
+    found = torch.func.vmap(one, in_dims=(place, 0, 0))(images.movedim(0, place), weight, bias)
+    torch.testing.assert_close(found, plain(images, weight, bias, 0), rtol=1e-4, atol=1e-4)

@@ -120,8 +120,12 @@ class _Stacked(torch.autograd.Function):
         padding: int,
         flat: bool,
     ) -> tuple[Tensor, int]:
-        assert dims[:3] == (0, 0, 0), "every client has its own images and weights"
-        images = x.permute(0, 1, 3, 4, 2).to(weight.dtype).contiguous()
+        stacks = []
+        for part, dim in zip((x, weight, bias), dims, strict=False):
+            assert dim is not None, "every client has its own images and weights"
+            stacks.append(part.movedim(dim, 0))
+        images, weight, bias = stacks
+        images = images.permute(0, 1, 3, 4, 2).to(weight.dtype).contiguous()
         found: Tensor = conv_pool(images, weight, bias, padding, flat)[0]
         return found if flat else found.permute(0, 1, 4, 2, 3), 0
 
@@ -170,6 +174,8 @@ def poolings(module: nn.Module) -> list[tuple[nn.Sequential, int]]:
 def _pools(convolution: nn.Module, relu: nn.Module, pool: nn.Module) -> bool:
     if type(convolution) is not nn.Conv2d or type(relu) is not nn.ReLU or type(pool) is not nn.MaxPool2d:
         return False
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (convolution, relu, pool)):
+        return False  # somebody wants to see what is between them
     first, second = convolution.kernel_size
     plain = (
         first == second
