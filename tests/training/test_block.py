@@ -17,6 +17,7 @@ from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData, ListedData
+from afield.training import cuda
 from afield.training.block import BlockTrainer
 from afield.training.choose import Training, choose, trainer
 from afield.training.cuda import GraphTrainer, bucket, uncollected
@@ -160,6 +161,19 @@ def test_every_option_as_in_the_loop(maker: str, module: str, local: Local, bent
     same(fast.train(tasks, bases, corrections), right)
     same(fast.train(tasks[4:], bases[4:], corrections[4:]), right[4:])  # fewer, after what was left behind
     assert all(torch.equal(one, other) for one, other in zip(before, bases, strict=True))
+
+
+def test_images_that_take_much_room_are_trained_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, data, local = made("pools"), pool(), Local(batch=16)
+    tasks, bases, corrections = work(built)
+    right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
+    fast = GraphTrainer(built, data, local, SEED, device="cpu")
+    assert fast.capacity == cuda.WIDEST
+    monkeypatch.setattr(
+        cuda, "IMAGES", 3 * 16 * 64 * 18 * 4
+    )  # batch, pixels, the widest convolution, float32
+    assert fast.capacity == 3
+    same(fast.train(tasks, bases, corrections), right)
 
 
 @pytest.mark.parametrize("maker", [name for name in MAKERS if name.startswith("streams")])
