@@ -14,7 +14,7 @@ from playback import BATTERY, SIZE, frozen, play, same
 from afield.core.errors import InputError
 from afield.core.server import REFUSALS, Server
 from afield.core.types import LocalResult, Receipt, Task, Update
-from afield.strategies import FedBuff, FedEcho, Scaffold
+from afield.strategies import FedAsync, FedBuff, FedEcho, Scaffold
 
 
 def good(server: Server, task: Task) -> Update:
@@ -135,6 +135,34 @@ def test_versions_are_shared_counted_and_recycled() -> None:
     with pytest.raises(InputError, match="version 0 is not held: the newest is 2, leased are 1, 2"):
         server.checkout(2, 0.0, version=0)
     assert server.checkout(2, 0.0, version=1).version == 1
+
+
+def test_a_trained_task_gives_its_base_back_where_nobody_reads_it_again() -> None:
+    server = Server(FedAsync(alpha=0.5), torch.zeros(4), 3)
+    first, second = server.checkout(0, 0.0), server.checkout(1, 0.0)
+    update, late = good(server, first), good(server, second)
+    for _ in range(2):  # telling it twice gives it back once
+        server.trained(first)
+    assert torch.equal(server.base(second), torch.zeros(4))
+    server.trained(second)
+    assert not server.versions.models
+    with pytest.raises(InputError, match="task 0 was trained: its base has been given back"):
+        server.base(first)
+    assert server.submit(update).refused == ""
+    assert torch.equal(server.model(), torch.full((4,), 0.5))
+    server.cancel(second)
+    assert server.submit(late).refused == "closed"
+    assert not server.leases and not server.versions.leases
+
+
+def test_a_trained_task_keeps_a_base_that_the_strategy_reads() -> None:
+    server = Server(FedBuff(size=1), torch.zeros(4), 2)
+    task = server.checkout(0, 0.0)
+    server.trained(task)
+    assert torch.equal(server.base(task), torch.zeros(4))
+    server.submit(good(server, task))
+    assert torch.equal(server.model(), torch.ones(4))
+    assert not server.versions.models
 
 
 def test_counts_and_numbers_rise() -> None:

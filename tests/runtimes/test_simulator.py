@@ -346,6 +346,29 @@ def test_sampled_staleness_draws_client_and_version_by_version() -> None:
     assert len(sim.server.versions.models) <= 4
 
 
+@pytest.mark.parametrize("strategy", [FedAsync(), FedBuff(size=2)], ids=["fedasync", "fedbuff"])
+def test_bases_are_held_for_tasks_that_are_yet_to_be_trained_or_read_again(strategy: Any) -> None:
+    sim = simulator(strategy, [[1.0], [1.7], [2.6], [5.5]], stop=Stop(updates=40))
+    for row in sim.rows():
+        if isinstance(row, Receipt):
+            left = {n: task for n, task in sim.flights.items() if strategy.uses_base or n not in sim.results}
+            assert set(sim.server.versions.models) == {task.version for task in left.values()}
+
+
+def test_a_result_that_is_the_base_itself_stays_as_it_is() -> None:
+    class Idle(Adds):
+        def train(
+            self, tasks: Sequence[Task], bases: Sequence[Tensor], corrections: Sequence[Tensor | None]
+        ) -> list[LocalResult]:
+            return [LocalResult(base, 1, 1, 1.0, {}) for base in bases]
+
+    sim = simulator(FedAsync(alpha=0.5), [[1.0], [1.0], [9.0]], stop=Stop(updates=12))
+    sim.trainer = Idle()
+    first = sim.server.model()
+    assert [row.refused for row in sim.rows() if isinstance(row, Receipt)] == [""] * 12
+    assert torch.equal(sim.server.model(), first)  # the mean of models that are all the same
+
+
 def test_sampled_staleness_refuses_what_does_not_step_at_every_arrival() -> None:
     with pytest.raises(InputError, match="size = 2, but sampled-staleness draws one update per version"):
         simulator(FedBuff(size=2), [[1.0]] * 3, scheduler=SampledStaleness(), stop=Stop(updates=9))

@@ -35,7 +35,7 @@ REFUSALS = {
 @dataclass(slots=True)
 class Lease:
     task: Task
-    base: Tensor
+    base: Tensor | None  # None: given back before the update came
     correction: Tensor | None
 
 
@@ -133,7 +133,22 @@ class Server:
 
     def base(self, task: Task) -> Tensor:
         """The model a leased task starts from; borrowed, not to be written to."""
-        return self.leases[task.number].base
+        base = self.leases[task.number].base
+        if base is None:
+            raise InputError(f"task {task.number} was trained: its base has been given back")
+        return base
+
+    @property
+    def keeps_bases(self) -> bool:
+        """Whether the base of a task is still read when its update comes."""
+        return self.strategy.uses_base
+
+    def trained(self, task: Task) -> None:
+        """Its result is at hand, so nobody will ask for its base again: half as many models are held."""
+        lease = self.leases[task.number]
+        if lease.base is not None and not self.keeps_bases:
+            lease.base = None
+            self.versions.release(task.version)
 
     def correction(self, task: Task) -> Tensor | None:
         return self.leases[task.number].correction
@@ -268,5 +283,5 @@ class Server:
             state.gathering.add(task, fresh)
 
     def _release(self, task: Task) -> None:
-        del self.leases[task.number]
-        self.versions.release(task.version)
+        if self.leases.pop(task.number).base is not None:
+            self.versions.release(task.version)

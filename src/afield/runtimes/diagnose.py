@@ -104,9 +104,13 @@ class ObservedServer(Server):
             rule = f"{type(strategy).__name__} with local {gradients.local.optimiser}"
             log.info("%s: noise, bias and delay are left out, they need a rule linear in SGD deltas", rule)
 
+    @property
+    def keeps_bases(self) -> bool:
+        return True
+
     def submit(self, update: Update) -> Receipt:
         lease = self.leases.get(update.task.number)
-        base = None if lease is None else self._kept(update.task.version, lease.base)
+        base = None if lease is None else self._kept(update.task.version, self.base(lease.task))
         before = self.model() if self._explained else None
         receipt = super().submit(update)
         if receipt.refused or base is None:
@@ -188,7 +192,7 @@ class ObservedServer(Server):
         """|w - base| of each client's task in flight (the newest), else of the newest update; None: neither."""
         now, count = self.state.params, self.parameters
         bases = {client: held.base for client, held in self.watch.newest.items()}
-        bases |= {lease.task.client: lease.base for lease in self.leases.values()}
+        bases |= {lease.task.client: self.base(lease.task) for lease in self.leases.values()}
         # many clients share a base: one norm for each
         lengths = {id(base): float((now - base[:count]).double().norm()) for base in bases.values()}
         return [lengths[id(bases[c])] if c in bases else None for c in range(self.clients)]

@@ -90,6 +90,8 @@ class Simulator:
         self.flights: dict[int, Task] = {}
         self.results: dict[int, LocalResult | Ahead] = {}
         self.held = HeldDeltas(server.parameters) if getattr(server.strategy, "client_held", False) else None
+        # bases of strategies that do not read them go back once their task is trained
+        self.spends = self.held is None and not server.keeps_bases
         self.eager = getattr(trainer, "eager", False)  # blocks are too narrow for its hands: at dispatch
         self.since = Since()
         self.measured = (-1.0, -1, -1)  # time, version and updates of the last measurement
@@ -333,12 +335,16 @@ class Simulator:
     def _train(self, numbers: list[int]) -> Generator[Wanted, Sequence[LocalResult | Ahead] | None, None]:
         self.asked = numbers
         tasks, server = [self.flights[number] for number in numbers], self.server
-        results = yield Wanted(
-            tasks, [server.base(task) for task in tasks], [server.correction(task) for task in tasks]
-        )
+        bases = [server.base(task) for task in tasks]
+        results = yield Wanted(tasks, bases, [server.correction(task) for task in tasks])
         assert results is not None
         self.results.update(zip(numbers, results, strict=True))
         self.asked = []
+        if self.spends:
+            for task, base, result in zip(tasks, bases, results, strict=True):
+                # not of what is still being computed, nor where a trainer gives the base itself
+                if isinstance(result, LocalResult) and result.model.data_ptr() != base.data_ptr():
+                    server.trained(task)
 
     def _measure_again(self, mark: int) -> None:
         """Set the next measurement of the clock's (those of versions have the mark 0)."""
