@@ -20,6 +20,7 @@ from afield.training.augment import augmented
 from afield.training.deal import Deal
 from afield.training.descent import Weights, corrected, descend, moments, plain
 from afield.training.draws import shuffled
+from afield.training.first import spans, together
 from afield.training.local import Local, LoopTrainer, batch_key
 from afield.training.pages import keep_pages
 from afield.training.step import Steps
@@ -63,6 +64,7 @@ class BlockTrainer:
         self._module, self._loss = module, loss
         self._near = NEAR if precision == "float32" else 100 * NEAR
         self._inputs, labels = data.inputs.to(self.device), data.targets.to(self.device)
+        self._seats = self._inputs[:0]  # on a CPU, for the examples of a step
         self.steps = Steps(module, loss, self._inputs, labels, self.batch, precision, last, self.convolves)
         self.facts = self.steps.facts
         self.layout = self.facts.layout
@@ -209,8 +211,10 @@ class BlockTrainer:
         rate = self.local.rate if plain(self.local) and corrections is None else None
         weights, short = self.weights(deal)
         width, moving = 0, 0 if rate is not None else len(self.facts.trainable)
+        widths: list[int] = (deal.counts > 0).sum(dim=1).tolist()
         with torch.inference_mode():
-            for step, rows in enumerate((deal.counts > 0).sum(dim=1).tolist()):
+            done = 0 if rate is None else self._at_once(deal, widths, short, parameters, losses)
+            for step, rows in enumerate(widths[done:], done):
                 if rows != width:
                     width, first, sum_of = rows, slice(rows), losses[:rows]
                     given, kept = [p[first] for p in parameters], [s[first] for s in sums]
@@ -230,8 +234,28 @@ class BlockTrainer:
         if self.layout.size < LARGE:
             return torch.cat([part.view(len(deal), -1) for part in tensors], dim=1), losses
         # each in memory of its own: a late arrival would keep its whole block, and the caches turn over
-        rows = zip(*(part.view(len(deal), -1).unbind() for part in tensors), strict=True)
-        return map(torch.cat, rows), losses
+        models = zip(*(part.view(len(deal), -1).unbind() for part in tensors), strict=True)
+        return map(torch.cat, models), losses
+
+    def _at_once(
+        self, deal: Deal, widths: list[int], short: list[bool], parameters: list[Tensor], losses: Tensor
+    ) -> int:
+        """Train the first steps several at a time, where that is worth it and rows are alike; gives how many."""
+        done, first = 0, self.steps.first(self.local.rate) if self._several else None
+        if first is None:
+            return done
+        for begin, done in spans(widths, short, self._several):
+            rows = widths[begin]
+            picks = deal.picks[begin:done, :rows].transpose(0, 1).reshape(rows, -1)
+            given = [parameter[:rows] for parameter in parameters]
+            first.train(given, *self._examples(picks), self.batch, losses[:rows])
+        return done
+
+    @cached_property
+    def _several(self) -> int:
+        """How many steps of plain SGD go at once (training/first.py); 0: each for itself."""
+        first = None if self._draws or self.device.type != "cpu" else self.steps.first(self.local.rate)
+        return 0 if first is None else together(self.batch, *self.layout.shapes[first.weight])
 
     def _stacked(self, deal: Deal) -> list[Tensor]:
         """The bases as stacked parameters, then zeros for the sums of statistics; always in the same memory."""
@@ -286,8 +310,13 @@ class BlockTrainer:
 
     def _examples(self, picks: Tensor, *draw: Tensor) -> tuple[Tensor, Tensor]:
         """The batches of a step; `draw` is (key, step) of each row, where anything is drawn."""
-        flat = picks.reshape(-1)
-        inputs = self._inputs.index_select(0, flat).view(*picks.shape, *self._inputs.shape[1:])
+        flat, shape = picks.reshape(-1), self._inputs.shape[1:]
+        seats = None
+        if self.device.type == "cpu":  # always in the same memory: megabytes of fresh pages are dear
+            if len(self._seats) < len(flat):
+                self._seats = self._inputs.new_empty(len(flat), *shape)
+            seats = self._seats[: len(flat)]
+        inputs = torch.index_select(self._inputs, 0, flat, out=seats).view(*picks.shape, *shape)
         if self.local.augment:
             inputs = augmented(inputs, *draw)
         return inputs, self._targets.index_select(0, flat).view(*picks.shape, *self._targets.shape[1:])

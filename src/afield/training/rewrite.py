@@ -182,6 +182,37 @@ def descending(tape: Tape, weights: Sequence[Ref], rate: float) -> Tape:
     return Tape(tape.inputs, lines + steps, tape.outputs[len(weights) :], tape.constants)
 
 
+def apart(tape: Tape, examples: Ref) -> tuple[Tape, int] | None:
+    """A step of `descending` without the linear layer that reads the examples, and which input is its weights.
+
+    It takes the layer's outputs, less the bias, in place of the examples, and gives their gradient behind the loss;
+    the weights stay as they are. None: other operations read the examples, or these weights.
+    """
+    readers = _readers(tape)
+    flat, reading = examples, readers.get(examples, [])
+    if len(reading) == 1 and reading[0].operation in IDLE and reading[0].given[0]:  # flattened
+        flat = reading[0].given[0]
+        reading = readers.get(flat, [])
+    if len(reading) != 2 or reading[1].operation is not aten.baddbmm_.default:
+        return None
+    product, move = reading
+    if product.operation not in (aten.bmm.default, aten.baddbmm.default) or product.kwargs:
+        return None
+    flip = (aten.transpose.int, (1, 2))
+    flips = {line.given[0]: line.args[0] for line in tape.lines if (line.operation, line.args[1:]) == flip}
+    (*bias, left, right), (weight, gradient, other) = product.args, move.args
+    # x W^T and W -= rate G^T x
+    if left != flat or other != flat or flips.get(right) != weight or gradient not in flips:
+        return None
+    if weight not in tape.inputs or len(readers[weight]) != 2 or len(readers[right]) != 1:
+        return None
+    kind = aten.add.Tensor if bias else aten.alias.default
+    instead = Line(kind, (examples, *bias), {}, product.given, False)
+    lines = [instead if line is product else line for line in tape.lines if line is not move]
+    found = Tape(tape.inputs, lines, [*tape.outputs, flips[gradient]], tape.constants)
+    return _used(found), tape.inputs.index(weight)
+
+
 def _biased(tape: Tape) -> Tape:
     """bmm, then add: one operation instead of two."""
     count = uses(tape)

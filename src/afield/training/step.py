@@ -15,9 +15,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from afield.core.flat import Layout
 from afield.training.convpool import convpooled
+from afield.training.first import First
 from afield.training.layers import BlockNorm, KeyedDropout, Moment, keyed, normed, variances
 from afield.training.local import guesses
-from afield.training.rewrite import descending, simplified
+from afield.training.rewrite import apart, descending, simplified
 from afield.training.tape import CannotRecord, Tape, compiled, record, widened
 
 WIDTHS = (2, 3, 5)  # a tape for any width comes from tapes at these
@@ -84,6 +85,7 @@ class Steps:
             self._classes(),
         )
         self._tapes: dict[tuple[bool, bool], Tape] = {}
+        self._firsts: dict[float, First | None] = {}
         self._made: dict[tuple[bool, bool, float | None], Callable[..., tuple[Tensor, ...]]] = {}
 
     def get(self, *, many: bool, short: bool, rate: float | None = None) -> Callable[..., tuple[Tensor, ...]]:
@@ -100,6 +102,17 @@ class Steps:
                 )
             self._made[key] = compiled(tape)
         return self._made[key]
+
+    def first(self, rate: float) -> First | None:
+        """The step of plain SGD of many clients without its first layer, where that one is linear."""
+        if rate not in self._firsts:
+            self.get(many=True, short=False, rate=rate)
+            tape, names = self._tapes[True, False], list(self._parameters())
+            weights = [tape.inputs[names.index(name)] for name in self.facts.trainable]
+            found = apart(descending(tape, weights, rate), tape.inputs[len(names)])
+            usual = not self.facts.norms and not self.facts.drops
+            self._firsts[rate] = First(compiled(found[0]), found[1], rate) if found and usual else None
+        return self._firsts[rate]
 
     def variances(self, found: list[Tensor]) -> None:
         """What the norms told of full batches as means and variances, in place."""
