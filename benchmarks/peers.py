@@ -76,9 +76,10 @@ def execute(command: list[str], **variables: str) -> str:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        # pip says first what is wrong, Python last
-        said = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no word"]
+        lines = [line.strip() for line in errors.splitlines() if any(map(str.isalnum, line))]
+        # pip says first what is wrong, Python last, torch's launcher goes on after it
+        named = [line for line in lines if "Error: " in line][-1:]
+        said = [line for line in lines if line.startswith("ERROR:")] or named or lines[-1:] or ["no word"]
         raise CommandError(f"exit {process.returncode}: {said[0]}")
     return output
 
