@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from afield.training.augment import augmented
 from afield.training.deal import Deal
 from afield.training.descent import Weights, corrected, descend, moments, plain
 from afield.training.draws import shuffled
+from afield.training.few import few
 from afield.training.first import spans, together
 from afield.training.local import Local, LoopTrainer, batch_key
 from afield.training.pages import keep_pages
@@ -356,12 +356,8 @@ class BlockTrainer:
 
         Two, of few examples: in bfloat16 a ResNet's thirty steps are far from those in float32, and both are right.
         """
-        sizes, mine, data = self.data.sizes, self.local, self.data
-        most = max(range(len(sizes)), key=lambda client: sizes[client])
-        short = min((size for size in sizes if size % self.batch), default=0) % self.batch
-        first = data.parts[most]
-        parts = [first[: 2 * self.batch], first[: self.batch + short if short else self.batch]]
-        self.data = _Few(data.inputs, data.targets, parts)
+        mine, data = self.local, self.data
+        self.data = few(data, self.batch)
         self.local = Local(steps=2, batch=mine.batch, rate=0.01, augment=mine.augment)
         self.__dict__.pop("_order", None)
         tasks = [Task(client, client, 0, 0, 0.0) for client in range(2)]
@@ -382,20 +378,3 @@ class BlockTrainer:
                 raise CannotRecord(
                     f"its clients do not train alone: a block differs from the loop by {apart:.1e}"
                 )
-
-
-@dataclass(frozen=True)
-class _Few:
-    """A few examples of a pool."""
-
-    inputs: Tensor
-    targets: Tensor
-    parts: list[Tensor]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(part) for part in self.parts]
-
-    def batch(self, client: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        index = self.parts[client][positions]
-        return self.inputs[index], self.targets[index]
