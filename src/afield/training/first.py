@@ -99,6 +99,8 @@ def available() -> bool:
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if not str(known.get("cpu_name")).startswith("AMD") or not known.get("avx512_f") or known.get("amx_tile"):
         return False
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
+        return False
     left, right = torch.linspace(-1, 1, 2 * 48 * 256).sin().view(2, 1, 48, 256)
     with _by_onednn():
         found = torch.bmm(left, right.mT)
