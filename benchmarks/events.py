@@ -49,6 +49,7 @@ class Door:
     """
 
     strategy = None
+    keeps_bases = True
 
     def __init__(self, initial: Tensor) -> None:
         self.initial, self.parameters = initial, initial.numel()

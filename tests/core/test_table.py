@@ -14,9 +14,11 @@ from torch import Tensor
 
 from afield.core.errors import InputError
 from afield.core.keys import mix, noise
+from afield.core.processor import amd
 from afield.core.server import Server
 from afield.core.table import (
     BLOCK,
+    CHUNK_AMD,
     PRECISIONS,
     ClientTable,
     Wide,
@@ -29,7 +31,7 @@ from afield.core.table import CHUNK as PIECE
 from afield.core.types import Task, Update
 from afield.strategies import ACE, FedAsync, Scaffold
 
-CHUNK = PIECE * torch.get_num_threads()
+CHUNK = (CHUNK_AMD if amd() else PIECE) * torch.get_num_threads()
 SIZES = [1, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1]
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 fixed = settings(derandomize=True, deadline=None, max_examples=60)
@@ -80,7 +82,7 @@ def test_parts_cover_the_row_once_and_fit_the_blocks(precision: str) -> None:
     parts = [(part.start, part.stop) for part, _, _ in table.exchange(task(0), 0, value)]
     assert parts == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
     assert parts == [(part.start, part.stop) for part in chunks(value)]
-    assert PIECE % BLOCK == 0  # no block straddles two passes
+    assert PIECE % BLOCK == CHUNK_AMD % BLOCK == 0  # no block straddles two passes
 
 
 @every_precision

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afield.core.processor import amd, capabilities
+
 # X X^T is extra work, for n examples n / (2 * outputs) of the rest; of fewer weights calls cost more than that saves.
 EXTRA, LARGE = 0.2, 50_000
 
@@ -96,8 +98,8 @@ def available() -> bool:
     torch asks oneDNN for products of float32 only where they may be computed in bfloat16. Processors with AMX would;
     others compute in float32, which is looked at here.
     """
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not str(known.get("cpu_name")).startswith("AMD") or not known.get("avx512_f") or known.get("amx_tile"):
+    known = capabilities()
+    if not amd() or not known.get("avx512_f") or known.get("amx_tile"):
         return False
     if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
         return False
