@@ -21,7 +21,7 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 BLOCK = 1024  # elements that share one int8 scale: 8.03 bits an element
 # Elements per thread and chunk: the 1.5 MB that an exchange touches of them stay in a core's second-level cache
 # (a Xeon: twice as many took 1.2 times as long). AMD's third-level cache is near enough, and fewer calls count more
-# (a Zen 5: 48 took 1.2 to 1.5 times as long). A GPU has no such cache to keep: long chunks, few launches.
+# (a Zen 5: 48 took 1.3 to 1.5 times as long). A GPU has no such cache to keep: long chunks, few launches.
 CHUNK, CHUNK_AMD = 48 * BLOCK, 320 * BLOCK
 LAUNCH = 8192 * BLOCK
 WHOLE = 384 * BLOCK  # likewise: a vector that the third-level cache holds as it is
