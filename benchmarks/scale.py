@@ -326,7 +326,7 @@ def main() -> None:
         "regions": regions(options.clients, options.in_flight, updates),
         "shards": shards(options.parameters, folds, turns),
     }
-    print(json.dumps(found))
+    print(json.dumps({"benchmark": "scale", **found}))
 
 
 if __name__ == "__main__":
