@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -338,6 +339,22 @@ def test_a_block_larger_than_the_caches() -> None:
     right = LoopTrainer(built, data, local, SEED).train(tasks, bases, corrections)
     same(fast.train(tasks, bases, corrections), right)
     assert max(len(part) for part in fast._room) == 4
+
+
+def test_a_trainer_gives_its_memory_back_at_once() -> None:
+    built, data = made("mlp"), pool()
+    tasks, bases, corrections = work(built)
+    fast = BlockTrainer(built, data, Local(batch=16), SEED)
+    fast.train(tasks, bases, corrections)
+    room = weakref.ref(fast._room[0])
+    other = fast.sibling(data, SEED + 1)
+    assert other.engine is fast and other.sibling(data, SEED + 2).engine is fast
+    gc.disable()  # which would come some time later
+    try:
+        del fast, other
+        assert room() is None
+    finally:
+        gc.enable()
 
 
 def test_deals_of_several_runs_train_as_one() -> None:

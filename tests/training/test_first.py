@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -146,6 +147,51 @@ def test_a_block_of_unlike_clients_as_in_the_loop(local: Local) -> None:
             torch.testing.assert_close(one.model, other.model, rtol=1e-5, atol=1e-6)
             assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], rel=1e-5)
             assert one.steps == other.steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    some.integers(0, 2),
+    some.integers(0, 7),
+    some.integers(0, 11),
+    some.sampled_from([math.nan, math.inf, -math.inf, 3.4028e38, -3.4028e38, 1e20, 0.0]),
+    some.sampled_from([0.0, 1.0, 1e15, 1e30]),
+)
+def test_weights_that_are_called_sound_are(row: int, out: int, into: int, value: float, scale: float) -> None:
+    make, shape = WITH["mlp"]
+    torch.manual_seed(0)
+    module = make()
+    first = steps_of(module, shape).first(RATE)
+    assert first is not None
+    inputs = torch.randn(3, 2 * BATCH, *shape)
+    inputs[:, :, 0, 0] = 0.0  # an example that is blind to a weight tells of it all the same
+    inputs *= scale
+    parameters = [p.detach() + torch.zeros(3, *p.shape) for p in module.parameters()]
+    parameters[first.weight][row, out, into] = value
+    targets = torch.full((3, 2 * BATCH, CLASSES), -0.25 / BATCH)
+    largest = float(inputs.abs().max())
+    sound = first.train(parameters, inputs, targets, BATCH, torch.zeros(3), largest)
+    finite = bool(parameters[first.weight].isfinite().all())
+    assert finite or not sound
+    if abs(value) < 1 and scale in (0.0, 1.0):
+        assert sound  # no look is needed in the usual case
+
+
+def test_one_broken_model_of_a_block_is_named() -> None:
+    make, shape = WITH["mlp"]
+    torch.manual_seed(0)
+    module, sizes = make(), (20, 20, 20, 20)
+    inputs, targets = torch.randn(80, *shape), torch.randint(CLASSES, (80,))
+    data = ClientData(inputs, targets, list(torch.arange(80).split(list(sizes))))
+    base = Layout.of(module).flatten(module)
+    fast = BlockTrainer(module, data, Local(batch=BATCH), 3)
+    fast._several = 4
+    tasks = [Task(number, number, 0, 0, 0.0) for number in range(4)]
+    for place in (0, base.numel() - 1):  # in the first layer, and in the last
+        broken = base.clone()
+        broken[place] = math.nan
+        found = fast.train(tasks, [base, broken, base, base], [None] * 4)
+        assert [result.finite for result in found] == [True, False, True, True]
 
 
 @settings(max_examples=200, deadline=None)

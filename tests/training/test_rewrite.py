@@ -148,3 +148,17 @@ def test_what_a_step_in_bfloat16_is_spared(precision: str) -> None:
     assert ([bias is None for bias in biases], len(casts)) == (
         ([True, True], 3) if precision == "bfloat16" else ([False, False], 0)
     )
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_relu_is_written_over_a_sum_that_nobody_else_reads(again: bool) -> None:
+    def function(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+        total = left + right
+        return (functional.relu(total), total * 2) if again else (functional.relu(total),)
+
+    left, right = torch.randn(3, 4), torch.randn(4)
+    step = compiled(record(function, [left.clone(), right.clone()]))
+    given = left.clone(), right.clone()
+    for found, wanted in zip(step(1, *given), function(left, right), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(given[0], left) and torch.equal(given[1], right)

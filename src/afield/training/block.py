@@ -16,12 +16,11 @@ from afield.core.keys import Stream, mix
 from afield.core.protocols import Pool
 from afield.core.types import LocalResult, Task
 from afield.training.augment import augmented
-from afield.training.deal import Deal
+from afield.training.deal import Deal, Picks
 from afield.training.descent import Weights, corrected, descend, moments, plain
-from afield.training.draws import shuffled
 from afield.training.few import few
 from afield.training.first import spans, together
-from afield.training.local import Local, LoopTrainer, batch_key
+from afield.training.local import Local, LoopTrainer
 from afield.training.pages import keep_pages
 from afield.training.step import Steps
 from afield.training.tape import CannotRecord
@@ -30,6 +29,7 @@ LARGE = 50_000  # weights: from here on a model is worth a copy of its own
 # Bytes of weights that a CPU's caches hold well, and rows that are stacked whatever their size: 50 MLPs of 159,000
 # weights took 1.15 times as long in one stack as in three, 50 of 795,000 weights 1.1 times as long as four at a time.
 CACHED, LEAST = 12 * 2**20, 4
+Models = Tensor | list[Tensor] | Iterator[Tensor]
 NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
 
 
@@ -56,7 +56,7 @@ class BlockTrainer:
     ) -> None:
         if not all(isinstance(getattr(data, part, None), Tensor) for part in ("inputs", "targets")):
             raise CannotRecord("the clients' data is not one pool of tensors")
-        self._engine = self
+        self._whose: BlockTrainer | None = None  # not itself: its memory would wait for the garbage collector
         self._room: list[Tensor] = []  # stacked tensors of the widest block so far
         self.data, self.local, self.seed, self.device = data, local, seed, torch.device(device)
         keep_pages()
@@ -75,7 +75,7 @@ class BlockTrainer:
     @property
     def engine(self) -> BlockTrainer:
         """Whose buffers and tapes this trainer works with: deals of trainers with one engine may be joined."""
-        return self._engine
+        return self._whose or self
 
     def sibling(self, data: Pool, seed: int) -> BlockTrainer:
         """The same for another run: other clients' shares of the same pool, another seed."""
@@ -84,8 +84,9 @@ class BlockTrainer:
                 "the clients' data is another pool of tensors: such runs cannot be trained together"
             )
         other = copy.copy(self)
+        other._whose = self.engine
         other.data, other.seed = data, seed
-        other.__dict__.pop("_order", None)
+        other.__dict__.pop("_picks", None)
         return other
 
     def train(
@@ -104,9 +105,8 @@ class BlockTrainer:
                     f"training failed (client {task.client}, task {task.number}): a base of shape "
                     f"{tuple(base.shape)} is not a model of {self.layout.size} elements"
                 )
-        sizes = [self.data.sizes[task.client] for task in tasks]
-        picks, counts = self._picks(tasks, sizes)
-        keys = [0] * len(tasks)
+        picks, counts = self._picks.of(tasks)
+        sizes, keys = [self.data.sizes[task.client] for task in tasks], [0] * len(tasks)
         if self._draws:
             keys = [mix(self.seed, task.client, task.count, Stream.DROPOUT) >> 1 for task in tasks]
         return Deal(list(bases), list(corrections), picks, counts, sizes, keys)
@@ -134,122 +134,110 @@ class BlockTrainer:
             yield rows[part * len(rows) // count : (part + 1) * len(rows) // count]
 
     def _looked(
-        self, models: Tensor | list[Tensor] | Iterator[Tensor], losses: Tensor
+        self, models: Models, losses: Tensor, sound: bool = False
     ) -> Iterator[tuple[Tensor, float, bool]]:
-        """Each model, the sum of its losses, and whether it is free of NaN and Inf."""
+        """Each model, the sum of its losses, and whether it is free of NaN and Inf; `sound`: all of them are."""
         if isinstance(models, list):  # on a GPU, each in memory of its own: one wait for all (see `finite`)
             totals = torch.stack([model.sum() for model in models])
-            sums, sound = torch.stack([losses, totals.isfinite().double()]).tolist()
-            for model, loss, fine in zip(models, sums, sound, strict=True):
+            sums, summed = torch.stack([losses, totals.isfinite().double()]).tolist()
+            for model, loss, fine in zip(models, sums, summed, strict=True):
                 yield model, loss, bool(fine) or finite(model)
         elif not isinstance(models, Tensor):
             for model, loss in zip(models, losses.tolist(), strict=True):
-                yield model, loss, finite(model)  # while it is in the cache
+                yield model, loss, sound or finite(model)  # while it is in the cache
         elif models.is_cpu:  # where extremes by row take 7 times as long as those of all
             whole = finite(models)
             for model, loss in zip(models.unbind(), losses.tolist(), strict=True):
                 yield model, loss, whole or finite(model)
         else:  # one look, as each makes a GPU wait
             low, high = torch.aminmax(models, dim=1)
-            sums, sound = torch.stack([losses, (low.isfinite() & high.isfinite()).double()]).tolist()
-            for model, loss, fine in zip(models.unbind(), sums, sound, strict=True):
+            sums, within = torch.stack([losses, (low.isfinite() & high.isfinite()).double()]).tolist()
+            for model, loss, fine in zip(models.unbind(), sums, within, strict=True):
                 yield model, loss, bool(fine)
 
-    def _picks(self, tasks: Sequence[Task], sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Which examples each task trains on: local.batches of all of them at once, on the device."""
-        flat, starts = self._order
-        work = [self.local.work(task.client, size) for task, size in zip(tasks, sizes, strict=True)]
-        keys = [batch_key(self.seed, task.client, task.count) for task in tasks]
-        longest, most = max(sizes), max(work)
-        epochs = max(-(-steps // -(-size // self.batch)) for steps, size in zip(work, sizes, strict=True))
-        firsts = [starts[task.client] for task in tasks]
-        if len(set(sizes)) == len(set(work)) == 1 and most * self.batch == epochs * longest:
-            # whole epochs of full batches, alike for all: the orders are the batches (a third of the time)
-            key, first = torch.tensor([keys, firsts], device=self.device)
-            orders = shuffled(key, epochs, None, longest) + first[:, None, None]
-            picks = flat[orders].view(len(tasks), most, self.batch).transpose(0, 1)
-            return picks, torch.full((most, len(tasks)), self.batch)
-        table = torch.tensor([sizes, work, keys, firsts])
-        step = torch.arange(most)[:, None]
-        size, wanted = table[0], table[1]
-        begin = step % -(-size // self.batch) * self.batch  # [steps, rows]: where in its epoch a batch begins
-        counts = torch.where(step < wanted, (size - begin).clamp(max=self.batch), 0)
-        # the large tensors, on the device
-        size, _, key, first = table.to(self.device)
-        step = torch.arange(most, device=self.device)[:, None]
-        per = -(-size // self.batch)
-        begin = (step % per * self.batch)[..., None]
-        turn = (step // per).clamp(max=epochs - 1)[..., None]
-        place = begin + torch.arange(self.batch, device=self.device)
-        place = torch.where(
-            place < size[:, None], place, begin
-        )  # a short batch is filled up with its first example
-        row = torch.arange(len(tasks), device=self.device)[:, None]
-        orders = shuffled(key, epochs, size, longest)
-        chosen = orders.view(-1)[place + (turn + row * epochs) * longest]
-        return flat[chosen + first[:, None]], counts
-
     @cached_property
-    def _order(self) -> tuple[Tensor, list[int]]:
-        """Every client's examples one after the other, and where each client's begin."""
-        starts, total = [], 0
-        for size in self.data.sizes:
-            starts.append(total)
-            total += size
-        return torch.cat(list(self.data.parts)).to(self.device), starts
+    def _picks(self) -> Picks:
+        return Picks(self.data, self.local, self.batch, self.seed, self.device)
 
-    def _train(self, deal: Deal) -> tuple[Tensor | list[Tensor] | Iterator[Tensor], Tensor]:
-        """The trained models, one row each, and the sums of their losses; rows with more steps come first."""
-        tensors = self._stacked(deal)
+    def _train(self, deal: Deal) -> tuple[Models, Tensor] | tuple[Models, Tensor, bool]:
+        """The trained models, one row each, and the sums of their losses; rows with more steps come first.
+
+        And, where that is known, whether all models are free of NaN and Inf.
+        """
+        tensors, corrections = self._stacked(deal), self._corrections(deal)
+        losses = torch.zeros(len(deal), dtype=torch.float64, device=self.device)
+        rate = self.local.rate if plain(self.local) and corrections is None else None
+        done, sure = 0, None
+        with torch.inference_mode():
+            if rate is not None and self._several:
+                done, sure = self._at_once(deal, tensors, losses)
+            if done < len(deal.counts):
+                self._by_steps(deal, tensors, losses, done, rate, corrections)
+        flat = [part.view(len(deal), -1) for part in tensors]
+        if self.layout.size < LARGE:
+            return torch.cat(flat, dim=1), losses
+        # each in memory of its own: a late arrival would keep its whole block, and the caches turn over
+        models = map(torch.cat, zip(*(part.unbind() for part in flat), strict=True))
+        if sure is not None:
+            del flat[sure]
+        return models, losses, sure is not None and all(map(finite, flat))
+
+    def _by_steps(
+        self,
+        deal: Deal,
+        tensors: list[Tensor],
+        losses: Tensor,
+        done: int,
+        rate: float | None,
+        corrections: Tensor | None,
+    ) -> None:
+        """One step after another, from the one with this number on; with a rate tapes make the step themselves."""
         parameters, sums = tensors[: self._count], tensors[self._count :]
         held = self._beside(parameters)
-        corrections = self._corrections(deal)
         if corrections is not None:
             held.corrections = self._moving(list(self.layout.views(corrections).values()))
         keys = torch.tensor(deal.keys, device=self.device)
-        losses = torch.zeros(len(deal), dtype=torch.float64, device=self.device)
-        rate = self.local.rate if plain(self.local) and corrections is None else None
         weights, short = self.weights(deal)
         width, moving = 0, 0 if rate is not None else len(self.facts.trainable)
-        widths: list[int] = (deal.counts > 0).sum(dim=1).tolist()
-        with torch.inference_mode():
-            done = 0 if rate is None else self._at_once(deal, widths, short, parameters, losses)
-            for step, rows in enumerate(widths[done:], done):
-                if rows != width:
-                    width, first, sum_of = rows, slice(rows), losses[:rows]
-                    given, kept = [p[first] for p in parameters], [s[first] for s in sums]
-                    now = held.rows(first)
-                tape = self.steps.get(many=True, short=short[step], rate=rate)
-                more = [weights[step, :rows]] if short[step] and weights is not None else []
-                draw = [keys[:rows], torch.full_like(keys[:rows], step)] if self._draws else []
-                if self.facts.drops:
-                    more += draw
-                found = tape(rows, *given, *self._examples(deal.picks[step, :rows], *draw), *more)
-                if rate is None:
-                    descend(self.local, now, list(found[:moving]), partial(corrected, step))
-                sum_of.add_(found[moving])
-                self._keep(kept, list(found[moving + 1 :]), short[step])
-            if sums:
-                torch._foreach_div_(sums, [self._done(deal).view(-1, *[1] * (s.ndim - 1)) for s in sums])
-        if self.layout.size < LARGE:
-            return torch.cat([part.view(len(deal), -1) for part in tensors], dim=1), losses
-        # each in memory of its own: a late arrival would keep its whole block, and the caches turn over
-        models = zip(*(part.view(len(deal), -1).unbind() for part in tensors), strict=True)
-        return map(torch.cat, models), losses
+        for step, rows in enumerate(deal.widths[done:], done):
+            if rows != width:
+                width, first, sum_of = rows, slice(rows), losses[:rows]
+                given, kept = [p[first] for p in parameters], [s[first] for s in sums]
+                now = held.rows(first)
+            tape = self.steps.get(many=True, short=short[step], rate=rate)
+            more = [weights[step, :rows]] if short[step] and weights is not None else []
+            draw = [keys[:rows], torch.full_like(keys[:rows], step)] if self._draws else []
+            if self.facts.drops:
+                more += draw
+            found = tape(rows, *given, *self._examples(deal.picks[step, :rows], *draw), *more)
+            if rate is None:
+                descend(self.local, now, list(found[:moving]), partial(corrected, step))
+            sum_of.add_(found[moving])
+            self._keep(kept, list(found[moving + 1 :]), short[step])
+        if sums:
+            torch._foreach_div_(sums, [self._done(deal).view(-1, *[1] * (s.ndim - 1)) for s in sums])
 
-    def _at_once(
-        self, deal: Deal, widths: list[int], short: list[bool], parameters: list[Tensor], losses: Tensor
-    ) -> int:
-        """Train the first steps several at a time, where that is worth it and rows are alike; gives how many."""
-        done, first = 0, self.steps.first(self.local.rate) if self._several else None
-        if first is None:
-            return done
-        for begin, done in spans(widths, short, self._several):
+    def _at_once(self, deal: Deal, parameters: list[Tensor], losses: Tensor) -> tuple[int, int | None]:
+        """Train the first steps several at a time, where rows are alike.
+
+        Gives how many; and, if these were all, the number of the tensor that is surely free of NaN and Inf now.
+        """
+        first, widths, short = self.steps.first(self.local.rate), deal.widths, deal.short(self.batch)
+        assert first is not None
+        done, sound = 0, widths[-1] == len(deal)
+        for begin, done in spans(widths, list(map(any, short)), self._several):
             rows = widths[begin]
             picks = deal.picks[begin:done, :rows].transpose(0, 1).reshape(rows, -1)
             given = [parameter[:rows] for parameter in parameters]
-            first.train(given, *self._examples(picks), self.batch, losses[:rows])
-        return done
+            fine = first.train(given, *self._examples(picks), self.batch, losses[:rows], self._largest)
+            sound = sound and fine
+        return done, first.weight if sound and done == len(widths) else None
+
+    @cached_property
+    def _largest(self) -> float:
+        """The largest number of the examples, its sign aside."""
+        low, high = torch.aminmax(self._inputs)
+        return max(-float(low), float(high))
 
     @cached_property
     def _several(self) -> int:
@@ -287,7 +275,7 @@ class BlockTrainer:
 
     def _done(self, deal: Deal) -> Tensor:
         """Steps per row."""
-        return (deal.counts > 0).sum(dim=0).to(self.device, self.layout.dtype)
+        return torch.tensor(deal.steps, dtype=self.layout.dtype, device=self.device)
 
     @property
     def _draws(self) -> bool:
@@ -301,10 +289,10 @@ class BlockTrainer:
 
     def weights(self, deal: Deal) -> tuple[Tensor | None, list[bool]]:
         """What each example weighs in the mean of its batch, and at which steps a batch is short (None: at none)."""
-        counts = deal.counts
-        short: list[bool] = ((counts > 0) & (counts < self.batch)).any(dim=1).tolist()
+        short = list(map(any, deal.short(self.batch)))
         if not any(short):
             return None, short
+        counts = torch.from_numpy(deal.counts)
         filled = torch.arange(self.batch) < counts[..., None]
         return (filled.to(self.layout.dtype) / counts.clamp(min=1)[..., None]).to(self.device), short
 
@@ -359,7 +347,7 @@ class BlockTrainer:
         mine, data = self.local, self.data
         self.data = few(data, self.batch)
         self.local = Local(steps=2, batch=mine.batch, rate=0.01, augment=mine.augment)
-        self.__dict__.pop("_order", None)
+        self.__dict__.pop("_picks", None)
         tasks = [Task(client, client, 0, 0, 0.0) for client in range(2)]
         loop = LoopTrainer(self._module, self.data, self.local, self.seed, self._loss, self.device)
         base = self.layout.flatten(self._module).to(self.device)
@@ -370,7 +358,7 @@ class BlockTrainer:
             except RuntimeError as error:  # an operation that wants another order of memory, say
                 raise CannotRecord(str(error).splitlines()[0]) from error
         self.local, self.data = mine, data
-        self.__dict__.pop("_order", None)
+        self.__dict__.pop("_picks", None)
         for one, other in zip(right, found, strict=True):
             change = float((one.model - base).abs().max())
             apart = float((one.model - other.model).abs().max())

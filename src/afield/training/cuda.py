@@ -154,7 +154,7 @@ class GraphTrainer(BlockTrainer):
         held = self._hold(len(deal.counts))
         bent = any(correction is not None for correction in deal.corrections)
         shares, short = self.weights(deal)
-        widths: list[int] = (deal.counts > 0).sum(dim=1).tolist()
+        widths = deal.widths
         steps = [(min(bucket(rows), self.capacity), short[step]) for step, rows in enumerate(widths)]
         for width, lacking in dict.fromkeys(steps):  # before the weights are there, as a capture trains
             self._graph(width, lacking, bent)

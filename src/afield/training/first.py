@@ -12,6 +12,7 @@ W -= rate * sum of G_t^T X_t. X W^T, X X^T and that sum are products of all thes
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from afield.core.processor import amd, capabilities
 
 # X X^T is extra work, for n examples n / (2 * outputs) of the rest; of fewer weights calls cost more than that saves.
 EXTRA, LARGE = 0.2, 50_000
+SMALL = 1e30  # a change that takes nothing beyond the largest float32, whose last digit is 2e31
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,19 @@ class First:
     rate: float
 
     def train(
-        self, parameters: Sequence[Tensor], inputs: Tensor, targets: Tensor, batch: int, losses: Tensor
-    ) -> None:
-        """Steps of `batch` examples each, in order, in place; inputs are [clients, examples of all steps, ...]."""
+        self,
+        parameters: Sequence[Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        batch: int,
+        losses: Tensor,
+        largest: float = math.inf,
+    ) -> bool:
+        """Steps of `batch` examples each, in order, in place; inputs are [clients, examples of all steps, ...].
+
+        Gives whether the layer's weights are surely free of NaN and Inf: without a look at them, which would take
+        longer than all but the products. No number of the examples may be larger than `largest`.
+        """
         weights = parameters[self.weight]
         examples = inputs.flatten(2)
         rows, count, _ = examples.shape
@@ -50,6 +62,8 @@ class First:
         with _fast():
             for some in _pieces(rows):
                 torch.bmm(examples[some], weights[some].mT, out=outputs[some])
+        # what is not finite in the weights shows in the outputs of any example: 0 * NaN is NaN
+        sound = math.isfinite(float(outputs[:, 0].sum()))
         for begin in range(0, count, batch):
             now = slice(begin, begin + batch)
             given = outputs[:, now]
@@ -61,6 +75,8 @@ class First:
         with _fast():
             for some in _pieces(rows):
                 weights[some].baddbmm_(gradients[some].mT, examples[some], alpha=-self.rate)
+        low, high = torch.aminmax(gradients)
+        return sound and self.rate * count * largest * max(-float(low), float(high)) < SMALL
 
 
 def _fast() -> AbstractContextManager[None]:

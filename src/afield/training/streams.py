@@ -114,7 +114,7 @@ class StreamTrainer(GraphTrainer):
         losses = torch.empty(len(deal), dtype=torch.float64, device=self.device)
         bent = any(correction is not None for correction in deal.corrections)
         shares, _ = self.weights(deal)
-        short: list[list[bool]] = ((deal.counts > 0) & (deal.counts < self.batch)).tolist()
+        short = deal.short(self.batch)
         steps = deal.steps
         strides = [self._strides([flags[row] for flags in short[:count]]) for row, count in enumerate(steps)]
         mine: list[list[int]] = [[] for _ in range(min(self.capacity, len(deal)))]

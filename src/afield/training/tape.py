@@ -43,13 +43,22 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.view,
     aten.transpose.int: torch.transpose,
     aten.sum.dim_IntList: torch.sum,
+    aten._log_softmax.default: torch._log_softmax,
+    aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
     aten.expand.default: Tensor.expand,
     aten.baddbmm_.default: Tensor.baddbmm_,
     aten.add_.Tensor: Tensor.add_,
 }
 
 
-_PRODUCTS = {aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default}
+# What they give is memory of their own.
+_FRESH = {
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.add.Tensor,
+}
 
 
 def _threshold(gradient: Tensor, *rest: Any) -> Tensor:
@@ -57,7 +66,7 @@ def _threshold(gradient: Tensor, *rest: Any) -> Tensor:
     return found
 
 
-# The same over the first argument, which must be a product that nobody else reads: its memory is in the cache.
+# The same over the first argument, which must be fresh and read by nobody else: its memory is in the cache.
 _OVER: dict[Any, Callable[..., Any]] = {
     aten.relu.default: torch.relu_,
     aten.threshold_backward.default: _threshold,
@@ -282,13 +291,13 @@ def compiled(tape: Tape) -> Callable[..., tuple[Tensor, ...]]:
     free = not any(writes(line) and line.given for line in tape.lines)
     last = {ref: number for number, line in enumerate(tape.lines) for ref in refs([line.args, line.kwargs])}
     outputs = set(refs(tape.outputs))
-    count, products = uses(tape), {line.given[0] for line in tape.lines if line.operation in _PRODUCTS}
+    count, fresh = uses(tape), {line.given[0] for line in tape.lines if line.operation in _FRESH}
     rows = []
     for number, line in enumerate(tape.lines):
         function = _SHORT.get(line.operation, line.operation)
         if free and line.operation in _VIEWS:
             function = torch.reshape
-        elif line.operation in _OVER and line.args[0] in products and count[line.args[0]] == 1:
+        elif line.operation in _OVER and line.args[0] in fresh and count[line.args[0]] == 1:
             function = _OVER[line.operation]
         names[f"f{number}"] = function
         arguments = [text(value) for value in line.args]
