@@ -29,9 +29,6 @@ class Deal:
     counts: Integers  # [steps, rows]: how many of them count; 0 after the row's last step
     sizes: list[int]  # examples that the row's client has
     keys: list[int]  # of dropout and augmentation
-    products: Tensor | None = (
-        None  # of examples with each other, where they are at hand (first.py); one row each
-    )
 
     def __len__(self) -> int:
         return len(self.bases)
