@@ -14,6 +14,8 @@ from afield.core.flat import Layout
 from afield.core.types import LocalResult, Task
 from afield.scenarios.data import ClientData
 from afield.training.alone import AloneTrainer, alone
+from afield.training.block import BlockTrainer
+from afield.training.choose import Training, trainer
 from afield.training.local import Local, LoopTrainer
 from afield.training.tape import CannotRecord
 from afield.training.workers import WorkersTrainer
@@ -117,6 +119,33 @@ def test_other_models_are_trained_by_the_loop_to_the_bit(module: nn.Module) -> N
     assert isinstance(found, LoopTrainer)
     expected = LoopTrainer(module, pool(), local, SEED).train(*given)
     assert all(torch.equal(a.model, b.model) for a, b in zip(found.train(*given), expected, strict=True))
+
+
+class Bag(nn.Module):
+    """The mean of the words' vectors, with dropout, then a linear layer."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.drop, self.last = nn.Embedding(words, 64), nn.Dropout(0.2), nn.Linear(64, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.last(self.drop(self.words(ids)).mean(dim=1))
+        return found
+
+
+@pytest.mark.parametrize(("words", "kind"), [(100, BlockTrainer), (50_000, AloneTrainer)])
+def test_a_language_model_that_fills_the_caches_goes_one_by_one(words: int, kind: type[BlockTrainer]) -> None:
+    torch.manual_seed(1)
+    module, images = Bag(words), pool()
+    ids = torch.randint(words, (sum(SIZES), 6))
+    data = ClientData(ids, images.targets, images.parts)
+    for method in ("auto", "vmap"):  # "vmap": as the config of a run that is taken up names it
+        found = trainer(module, data, Local(batch=4, optimiser="adamw"), SEED, training=Training(method))
+        assert type(found) is kind
+        assert found.method == "vmap"
+        given = block(module)
+        loop = LoopTrainer(module, data, Local(batch=4, optimiser="adamw"), SEED)
+        close(found.train(*given), loop.train(*given))
 
 
 def test_failures_name_the_task_as_the_loop_does() -> None:

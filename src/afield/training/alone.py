@@ -1,4 +1,7 @@
-"""Local training of one client after another by a tape: what a process of one thread does fastest on a CPU."""
+"""Local training of one client after another by a tape: what a process of one thread does fastest on a CPU.
+
+And what is best for a language model that fills the caches by itself (choose.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import copy
 import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +36,6 @@ class AloneTrainer(BlockTrainer):
     loop: torch sums up batch norm's statistics in float32 in that order, a hundred times as roughly, and group norm
     does not take it.
     """
-
-    method: ClassVar[str] = "loop"
 
     def __init__(
         self, module: nn.Module, data: Data, local: Local, seed: int, loss: str = "cross-entropy"

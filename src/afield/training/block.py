@@ -26,9 +26,9 @@ from afield.training.step import Steps
 from afield.training.tape import CannotRecord
 
 LARGE = 50_000  # weights: from here on a model is worth a copy of its own
-# Bytes of weights that a CPU's caches hold well, and rows that are stacked whatever their size: 50 MLPs of 159,000
-# weights took 1.15 times as long in one stack as in three, 50 of 795,000 weights 1.1 times as long as four at a time.
-CACHED, LEAST = 12 * 2**20, 4
+# Bytes of weights that a CPU's caches hold well: 50 MLPs of 159,000 weights took 1.15 times as long in one stack as
+# in three, 50 of 795,000 1.1 times as long as four at a time, four of 2.7 million 1.15 times as long as one by one.
+CACHED = 12 * 2**20
 Models = Tensor | list[Tensor] | Iterator[Tensor]
 NEAR = 1e-3  # how close the first block must come to the loop, relative to what training changed
 
@@ -128,7 +128,7 @@ class BlockTrainer:
         """Rows to be trained at once: as many as the caches of a CPU hold, in parts alike."""
         most = len(rows)
         if self.device.type == "cpu":
-            most = max(LEAST, CACHED // (self.layout.size * self.layout.dtype.itemsize))
+            most = max(1, CACHED // (self.layout.size * self.layout.dtype.itemsize))
         count = -(-len(rows) // most)
         for part in range(count):
             yield rows[part * len(rows) // count : (part + 1) * len(rows) // count]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -117,8 +119,9 @@ class Tape:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # so that no id is given twice
+        self.numbers: dict[int, int] = {}  # of the tensors that there are, by id
+        self._named = count()
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.lines: list[Line] = []
         self.known = {id(value) for value in constants}
         self.constants: dict[int, Tensor] = {}
@@ -129,9 +132,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # else the first call imports torch's compiler: 3 s
 
     def _name(self, value: Tensor) -> Ref:
-        self.alive.append(value)
-        self.numbers[id(value)] = len(self.alive) - 1
-        return Ref(len(self.alive) - 1)
+        key, number = id(value), next(self._named)
+        # an id is given anew once its tensor is gone; to hold them all would take gigabytes for a language model
+        self._alive[key] = weakref.ref(value, lambda _: self._forget(key))
+        self.numbers[key] = number
+        return Ref(number)
+
+    def _forget(self, key: int) -> None:
+        del self._alive[key], self.numbers[key]
 
     def ref(self, value: Any) -> Any:
         if isinstance(value, Tensor):
