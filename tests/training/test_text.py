@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from written import pair, problem
@@ -369,6 +370,44 @@ def test_a_broken_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         Bert(folder=str(tmp_path)).reader(())
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("classifier.", ""),  # a head is to be learnt
+        ("bert.pooler.", "has no pooler: it starts at random"),
+        (
+            "bert.encoder.layer.0.",
+            r"lacks 16 of the network's tensors, bert.encoder.layer.0.\S+ for one: save the",
+        ),
+    ],
+)
+def test_a_folder_may_lack_a_head_and_no_more(
+    tmp_path: Path,
+    lost: str,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reader = words(Bert(**SMALL))
+    made: Any = build(reader, (1,), 2, 0)
+    made.network.save_pretrained(tmp_path)
+    reader.tokeniser.save_pretrained(tmp_path)
+    kept = {name: value for name, value in made.network.state_dict().items() if not name.startswith(lost)}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = Bert(folder=str(tmp_path)).reader(())
+    capfd.readouterr()
+    if lost.startswith("bert.encoder"):
+        with pytest.raises(InputError, match=message):
+            build(loaded, (1,), 2, 0)
+        return
+    found = build(loaded, (1,), 2, 0)
+    assert message in caplog.text if message else not caplog.text
+    assert capfd.readouterr() == ("", "")  # the library's bars and reports
+    for name, value in found.network.state_dict().items():
+        drawn = name.startswith(lost) and name.endswith("weight")  # biases are 0 here and there
+        assert torch.equal(value, made.network.state_dict()[name]) is not drawn, name
 
 
 def test_without_transformers_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """Networks that read texts, from `transformers`: pretrained ones from a folder, or small ones that know nothing yet.
 
-The only place that imports `transformers` and `peft` (the extra `text`), and only when one is needed: it takes 4 s.
 A network takes one tensor of token ids, filled up on the right, and makes its own mask of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.core.errors import InputError, within
-from afield.training import tokens
+from afield.training import pretrained, tokens
 from afield.training.local import IGNORED
 
 Row = tuple[str, ...]  # one text, or a pair
@@ -63,12 +62,12 @@ class _Network:
 
     def reader(self, texts: Iterable[str]) -> Reader:
         """This model with a tokeniser: that of its folder, else one trained on these texts."""
-        library = _transformers(type(self).__name__)
+        library = pretrained.transformers(type(self).__name__)
         if not self.folder:
             made = tokens.of_bytes if self.answers else tokens.of_words
             return Reader(self, made(library, texts, self.vocabulary))
         self._check_folder(library)
-        tokeniser = _from_folder(self.folder, library.AutoTokenizer.from_pretrained)
+        tokeniser = pretrained.from_folder(self.folder, library.AutoTokenizer.from_pretrained)
         if tokeniser.pad_token_id is None:
             tokeniser.pad_token = tokeniser.eos_token
         return Reader(self, tokeniser)
@@ -86,7 +85,7 @@ class _Network:
             raise InputError(
                 f"model.folder = {self.folder!r} has no tokeniser ({', '.join(TOKENISERS)}): {home}"
             )
-        found = _from_folder(self.folder, library.AutoConfig.from_pretrained)
+        found = pretrained.from_folder(self.folder, library.AutoConfig.from_pretrained)
         kind = self._kind()
         if kind and found.model_type != kind:
             raise InputError(
@@ -177,8 +176,8 @@ class CausalLm(_Network):
     def network(self, library: Any, tokeniser: Any, classes: int) -> nn.Module:
         ends = [tokeniser.eos_token_id]
         if self.folder:
-            load = library.AutoModelForCausalLM.from_pretrained
-            made = _from_folder(self.folder, load, dtype=torch.float32, attn_implementation="sdpa")
+            kind, how = library.AutoModelForCausalLM, {"attn_implementation": "sdpa"}
+            made: Any = pretrained.network(library, self.folder, kind, head=True, **how)
             known = made.generation_config.eos_token_id
             ends = list(dict.fromkeys([*ends, *(known if isinstance(known, list) else [known])]))
         else:
@@ -263,7 +262,7 @@ class Reader:
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """The network, with random values where it has none of its own (drawn from torch's default stream)."""
-        library = _transformers(type(self.config).__name__)
+        library = pretrained.transformers(type(self.config).__name__)
         made = self.config.network(library, self.tokeniser, classes)
         return _adapted(made, self.config.rank, self.config.alpha) if self.config.rank else made
 
@@ -319,31 +318,10 @@ class Writer(nn.Module):
         return said
 
 
-def _transformers(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            f"{name} needs transformers, tokenizers and peft ({error}): pip install 'afield[text]'"
-        ) from error
-    return transformers
-
-
-def _from_folder(folder: str, load: Callable[..., Any], **more: Any) -> Any:
-    """Whatever is wrong with a folder, the message names it; nothing is ever fetched."""
-    try:
-        return load(folder, local_files_only=True, **more)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"model.folder = {folder!r} cannot be read: {reason}; save the model there again"
-        ) from error
-
-
 def _classifier(folder: str, library: Any, tokeniser: Any, classes: int) -> nn.Module:
-    load = library.AutoModelForSequenceClassification.from_pretrained
-    how = {"dtype": torch.float32, "attn_implementation": _keyed_attention(library)}
-    return Classifier(_from_folder(folder, load, num_labels=classes, **how), tokeniser)
+    kind, how = library.AutoModelForSequenceClassification, {"attn_implementation": _keyed_attention(library)}
+    made = pretrained.network(library, folder, kind, head=False, num_labels=classes, **how)
+    return Classifier(made, tokeniser)
 
 
 def _keyed_attention(library: Any) -> str:
