@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from afield.core.errors import InputError
 from afield.core.flat import Layout
 from afield.training.evaluate import Evaluate
-from afield.training.models import Point, build
+from afield.training.models import MODELS, Point, build
 
 
 def passing() -> nn.Module:
@@ -91,6 +92,41 @@ def test_mse_has_a_loss_only() -> None:
     module = nn.Linear(1, 1)
     evaluate = Evaluate(module, torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 1.0]), 1, loss="mse")
     assert evaluate(torch.tensor([2.0, 0.0])) == {"loss": (1 + 9) / 2}
+
+
+class Viewed(nn.Module):
+    """Flattens by `view`, which memory in another order does not allow; `mixed`: by that order, whatever it is."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.images, self.last, self.mixed = nn.Conv2d(1, 2, 3), nn.Linear(2 * 6 * 6, 3), mixed
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        seen = self.images(inputs)
+        rows = len(seen)
+        flat = seen.as_strided((rows, 72), (72, 1)) if self.mixed else seen.view(rows, -1)
+        found: Tensor = self.last(flat)
+        return found
+
+
+@pytest.mark.parametrize("name", ["mnist-cnn", "cifar-cnn", "fedasync-cnn", "resnet18", "viewed", "mixed"])
+def test_the_order_of_images_in_memory_changes_nothing(name: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shape = {"mnist-cnn": (1, 28, 28), "fedasync-cnn": (3, 24, 24)}.get(name, (3, 32, 32))
+    shape = (1, 8, 8) if name in ("viewed", "mixed") else shape
+    torch.manual_seed(3)
+    module = Viewed(name == "mixed") if name in ("viewed", "mixed") else build(MODELS[name](), shape, 3, 0)
+    inputs = torch.randn(7, *shape, generator=draw)
+    targets = torch.randint(3, (7,), generator=draw)
+    vector = Layout.of(module).flatten(module)
+    evaluate = Evaluate(module, inputs, targets, 3, batch=3)
+    with torch.no_grad():
+        outputs = module.eval()(inputs)
+    found = evaluate(vector)
+    assert found["accuracy"] == (outputs.argmax(dim=1) == targets).double().mean()
+    assert found["loss"] == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
+    last = evaluate._inputs.stride() == (inputs[0].numel(), 1, shape[0] * shape[2], shape[0])
+    assert last is (name not in ("viewed", "mixed"))
 
 
 @pytest.mark.gpu

