@@ -57,11 +57,12 @@ class First:
         weights = parameters[self.weight]
         examples = inputs.flatten(2)
         rows, count, _ = examples.shape
-        outputs = examples.new_empty(rows, count, weights.shape[1])
-        gradients = torch.empty_like(outputs)
+        across = examples.new_empty(rows, weights.shape[1], count)
         with _fast():
-            for some in _pieces(rows):
-                torch.bmm(examples[some], weights[some].mT, out=outputs[some])
+            for some in _pieces(rows):  # weights first: oneDNN packs the smaller of the two (1.06 to 1.13)
+                torch.bmm(weights[some], examples[some].mT, out=across[some])
+        outputs = across.mT.contiguous()
+        gradients = torch.empty_like(outputs)
         # what is not finite in the weights shows in the outputs of any example: 0 * NaN is NaN
         sound = math.isfinite(float(outputs[:, 0].sum()))
         for begin in range(0, count, batch):
