@@ -8,7 +8,9 @@ from torch import Tensor, nn
 CLIENTS, EXAMPLES, CLASSES = 100, 60, 10  # examples: of each client
 BATCH, RATE = 20, 0.05  # one local epoch, plain SGD
 CONCURRENCY, BUFFER = 50, 10
-WARM = 50  # updates before the clock starts
+# Updates before the clock starts: more than fill the 50 places, so that memory for them has been touched; a virtual
+# machine may take 10 us for a page that its host has yet to find.
+WARM = 200
 
 
 def pool() -> tuple[Tensor, Tensor]:
