@@ -86,6 +86,8 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         found = {"pfl": {"fedavg": rate}}
         print(json.dumps({"updates_per_s": found, "versions": {"pfl": metadata.version("pfl")}}))
+    if torch.distributed.is_initialized():  # else its threads end some processes by SIGABRT, one in four here
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
