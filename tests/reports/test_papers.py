@@ -105,6 +105,22 @@ def test_variants_are_ranked_within_each_row_and_column(tmp_path: Path) -> None:
     assert found["delay 5, even"].against == (("a", "b"),)
 
 
+def test_cells_without_runs_stand_in_the_papers_table_only(tmp_path: Path) -> None:
+    numbers = {
+        ("", "even", "a"): [0.8, 0.9],
+        ("", "even", "b"): [],
+        ("", "odd", "a"): [],
+        ("", "odd", "b"): [],
+    }
+    papers.write(made(tmp_path, numbers, {"all": {"a": [80.0, 70.0], "b": [60.0, 50.0]}}))
+    text, measured = (tmp_path / "result.md").read_text().split("## All measurements")
+    assert "| a | 85.00 ± 7.07 | 80.00 | - | 70.00 |\n| b | - | 60.00 | - | 50.00 |" in text
+    assert [line.split(" | ")[:3] for line in measured.splitlines() if line.startswith("| ")][2:] == [
+        ["| even", "a", "2"]
+    ]
+    assert "3 of 4 cells have not been run." in measured
+
+
 @pytest.mark.parametrize(
     ("paper", "pictures"),
     [

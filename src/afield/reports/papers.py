@@ -295,14 +295,17 @@ def _everything(outcome: Outcome) -> str:
     names = list(dict.fromkeys([*ALWAYS, outcome.metric, *outcome.paper["extras"]]))
     names = [name for name in names if any(place.ours(name) for place in outcome.places)]
     axes = [axis for axis in ("row", "column", "variant") if any(getattr(p, axis) for p in outcome.places)]
+    measured = [place for place in outcome.places if place.runs]
     lines = []
-    for place in outcome.places:
+    for place in measured:
         cells = [getattr(place, axis) for axis in axes]
         cells += [str(len(place.runs)), *(_shown(place.ours(name), quantity(name)) for name in names)]
         lines.append(cells)
     text = _grid([*axes, "seeds", *(quantity(name).title for name in names)], lines)
+    missing = len(outcome.places) - len(measured)
+    left = f"{missing} of {len(outcome.places)} cells have not been run. " if missing else ""
     return (
-        f"{text}\n\nMean +- standard deviation over seeds. Training loss: the mean that the clients reported while "
+        f"{text}\n\n{left}Mean +- standard deviation over seeds. Training loss: the mean that the clients reported while "
         "training since the evaluation before the last. Final: the last evaluation; best: the best of all."
     )
 
