@@ -330,6 +330,19 @@ def test_the_data_folder_is_set_for_the_run_alone(tmp_path: Path, monkeypatch: p
     assert os.environ["AFIELD_DATA"] == "before"
 
 
+def test_a_missing_file_is_told_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AFIELD_DATA", raising=False)
+    even, uneven = TABLE["columns"]
+    lacking = merge(uneven, {"scenario": {"data": {"name": "mnist"}}})
+    name, out, told = written(tmp_path, columns=[even, lacking]), tmp_path / "out", []
+    with pytest.raises(InputError, match="train-images-idx3-ubyte is needed but no data folder is set"):
+        reproduce(name, out=out, say=told.append)
+    assert len(told) == 1  # how many runs there are to be
+    assert not list(out.glob("*/seed-*"))
+    reproduce(name, out=out, only=["even"], say=told.append)  # these need no file
+    assert len(list(out.glob("*/seed-*"))) == 6
+
+
 @dataclass(frozen=True)
 class Untrained(Mlp):
     """As a text model without its folder."""

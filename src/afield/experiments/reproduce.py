@@ -23,7 +23,7 @@ from afield.experiments.folder import STORE, write_whole
 from afield.experiments.keep import Asking, clear, finished, stoppable, stored
 from afield.experiments.keep import group as stopped_group
 from afield.experiments.paper import AXES, Cell, Preset, load_preset
-from afield.experiments.run import prepare, run
+from afield.experiments.run import load_data, prepare, run
 from afield.experiments.sweep import prepare_all, run_together
 from afield.runtimes.rows import Measurement
 from afield.store.files import DRAFT
@@ -154,6 +154,7 @@ def carry_out(
     missing = [job for job in wanted if not finished(job.folder)]
     if wanted:
         say(f"{preset.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there; {folder}")
+    _check_data([job.config for job in missing])
     with stoppable(again) as asking:
         _run(_groups(wanted, preset.sweep(scale), store, share), asking, say)
     if importlib.util.find_spec("pyarrow") is None:
@@ -280,6 +281,19 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
 
 
 # -- the runs ---------------------------------------------------------------------------------------
+
+
+def _check_data(configs: Sequence[Config]) -> None:
+    """Raise now where a file is missing, not after hours of other runs; the first one's data is at hand then."""
+    read: set[object] = set()
+    distinct: list[Config] = []
+    for config in configs:
+        what = config.scenario.data, config.model if hasattr(config.model, "reader") else None
+        if what not in read:
+            read.add(what)
+            distinct.append(config)
+    for config in reversed(distinct):
+        load_data(config)
 
 
 @dataclass(frozen=True)

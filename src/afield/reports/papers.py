@@ -305,8 +305,8 @@ def _everything(outcome: Outcome) -> str:
     missing = len(outcome.places) - len(measured)
     left = f"{missing} of {len(outcome.places)} cells have not been run. " if missing else ""
     return (
-        f"{text}\n\n{left}Mean +- standard deviation over seeds. Training loss: the mean that the clients reported while "
-        "training since the evaluation before the last. Final: the last evaluation; best: the best of all."
+        f"{text}\n\n{left}Mean +- standard deviation over seeds. Training loss: the mean that the clients reported "
+        "while training since the evaluation before the last. Final: the last evaluation; best: the best of all."
     )
 
 
