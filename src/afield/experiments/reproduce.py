@@ -284,15 +284,9 @@ def _write_plan(file: Path, plan: Mapping[str, Any]) -> None:
 
 
 def _check_data(configs: Sequence[Config]) -> None:
-    """Raise now where a file is missing, not after hours of other runs; the first one's data is at hand then."""
-    read: set[object] = set()
-    distinct: list[Config] = []
-    for config in configs:
-        what = config.scenario.data, config.model if hasattr(config.model, "reader") else None
-        if what not in read:
-            read.add(what)
-            distinct.append(config)
-    for config in reversed(distinct):
+    """Raise now where a file is missing, not after hours of other runs."""
+    first = {(config.scenario.data, config.model): config for config in reversed(configs)}
+    for config in first.values():
         load_data(config)
 
 
