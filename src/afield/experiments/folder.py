@@ -132,7 +132,7 @@ class RunFolder:
             with named(self.path / METRICS, "write"):
                 self._metrics.close()
         if module is not None:
-            from safetensors.torch import save_file
+            from safetensors.torch import save
 
             # Tied weights are written under each of their names: the format knows no shared ones.
             own = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -143,8 +143,8 @@ class RunFolder:
                 for name, value in module.state_dict(keep_vars=True).items()
             }
             with named(self.path / MODEL, "write"):
-                save_file(state, str(self.path / MODEL))
-                _synced(self.path / MODEL)
+                # save_file's draft has a random name: a kill would leave it
+                whole(self.path / MODEL, save(state))
         if summary is not None:
             told = {**summary, "afield": package_version("afield")}
             write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
